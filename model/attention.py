@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.fast.cast_weights import cast_linear
 from model.packed_attention import Segments, cross_attention, self_attention
 from model.settings import NetworkSettings
 
@@ -144,9 +143,9 @@ class SelfAttention(Attention):
 
     def rows(self, x: Tensor, segments: Segments) -> Tensor:
         """Map the tokens x [R, D] of packed rows to [R, D]."""
-        projected = cast_linear(self.query_key_value, x)
+        projected = self.query_key_value(x)
         dropout = self.dropout if self.training else 0.0
-        return cast_linear(self.output, self_attention(projected, segments, self.num_heads, self.d_k, dropout))
+        return self.output(self_attention(projected, segments, self.num_heads, self.d_k, dropout))
 
 
 class CrossAttention(Attention):
@@ -174,6 +173,6 @@ class CrossAttention(Attention):
 
     def rows(self, x: Tensor, memory: Tensor, segments: Segments) -> Tensor:
         """Map the target tokens x [M, D] of packed rows to [M, D] by attention over the memory [R, D]."""
-        query, key_value = cast_linear(self.query, x), cast_linear(self.key_value, memory)
+        query, key_value = self.query(x), self.key_value(memory)
         dropout = self.dropout if self.training else 0.0
-        return cast_linear(self.output, cross_attention(query, key_value, segments, self.num_heads, self.d_k, dropout))
+        return self.output(cross_attention(query, key_value, segments, self.num_heads, self.d_k, dropout))

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from model.decoding import BeamSearch
@@ -44,10 +43,6 @@ class Backend:
     loss: LossFunctions = PYTORCH_LOSS
     compiled: Callable[[Transformer], Forward] | None = None
     """Returns a compiled `Transformer.rows`; None to call it as it is. Validation is not compiled."""
-    cast_weights: Callable[[Transformer, torch.dtype], Any] | None = None
-    """Makes 16-bit copies of the weights that `refresh()` brings up to date; None to leave casts to autocast."""
-    captured_step: Callable[..., Any] | None = None
-    """Makes the CUDA graphs of a step, `CapturedStep`; None to launch kernel by kernel."""
     search: Search = PYTORCH_SEARCH
     """What validation decodes with."""
     notes: tuple[str, ...] = ()
@@ -71,8 +66,6 @@ class Backend:
             "attention": self.attention.name,
             "loss": self.loss.name,
             "compilation": "Inductor" if self.compiled else "none",
-            "weights": "cast once a step" if self.cast_weights else "as stored",
-            "steps": "in CUDA graphs" if self.captured_step else "kernel by kernel",
             "search": self.search.name,
         }
 

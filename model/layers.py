@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from data_module.registry import Registry
 from model.attention import CrossAttention, SelfAttention, initialize_projections
-from model.fast.cast_weights import cast_linear
 from model.fast.dropout import Dropout
 from model.packed_attention import Segments
 from model.settings import NetworkSettings
@@ -43,10 +42,6 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., D] to [..., D]."""
         return self.outer(self.dropout(self.activation(self.inner(x))))
-
-    def rows(self, x: Tensor) -> Tensor:
-        """Map the tokens x [R, D] of packed rows to [R, D]."""
-        return cast_linear(self.outer, self.dropout(cast_linear(self.inner, x, self.activation)))
 
 
 class Residual(nn.Module):
@@ -97,7 +92,7 @@ class EncoderLayer(nn.Module):
         residual = self.self_attention_residual
         x = residual(x, self.self_attention.rows(residual.sublayer_input(x), segments))
         residual = self.feed_forward_residual
-        return residual(x, self.feed_forward.rows(residual.sublayer_input(x)))
+        return residual(x, self.feed_forward(residual.sublayer_input(x)))
 
 
 class DecoderLayer(nn.Module):
@@ -149,4 +144,4 @@ class DecoderLayer(nn.Module):
         residual = self.cross_attention_residual
         x = residual(x, self.cross_attention.rows(residual.sublayer_input(x), memory, cross))
         residual = self.feed_forward_residual
-        return residual(x, self.feed_forward.rows(residual.sublayer_input(x)))
+        return residual(x, self.feed_forward(residual.sublayer_input(x)))

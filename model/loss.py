@@ -20,6 +20,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+
+def plain_loss(states: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float, ignored_id: int) -> Tensor:
+    """Return the loss as its formula has it, from all logits at once: what `label_smoothed_loss` computes in chunks.
+
+    Shapes and arguments are those of `label_smoothed_loss`.
+    """
+    log_probabilities = (states @ weight.T).log_softmax(-1)
+    target_loss = -log_probabilities.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    mean_loss = -log_probabilities.mean(-1)
+    losses = (1.0 - label_smoothing) * target_loss + label_smoothing * mean_loss
+    return losses[targets != ignored_id].sum()
+
+
 _CHUNK_LOGITS = 1 << 24
 """Logits per chunk on a CPU, enough for efficient products."""
 _CHUNK_SHARE = 1 / 64

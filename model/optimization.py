@@ -159,45 +159,25 @@ def build_optimizer(parameters: Iterable[nn.Parameter], settings: TrainingSettin
     return OPTIMIZERS[settings.optimizer](parameters, settings)
 
 
-def require_recordable(optimizer: Optimizer) -> None:
-    """Raise ValueError if the host has to know whether a step of the optimizer is skipped."""
-    if not skips_non_finite_steps(optimizer):
-        raise ValueError(
-            f"{type(optimizer).__name__} cannot skip a step on the device, so its step cannot be recorded; set"
-            " run.cuda_graphs to false, and steps run kernel by kernel"
-        )
-
-
-def take_step(
-    optimizer: Optimizer, step: Callable[[], object], rate: Tensor, skip: Tensor, loss_scale: Tensor | None
-) -> None:
+def take_step(optimizer: Optimizer, step: Callable[[], object], skip: Tensor, loss_scale: Tensor | None) -> None:
     """Take an optimizer step over gradients that are multiplied by `loss_scale`; change nothing if `skip` is 1.
 
-    A fused optimizer of PyTorch reads the tensors on its own device, so that the host does not wait for it. For any
-    other one the rate is that of its groups, the gradients are divided here, and they are removed if the step is to be
-    skipped, since optimizers ignore parameters without a gradient. To know that, the host waits for the device.
+    A fused optimizer of PyTorch reads both tensors on its own device, so that the host does not wait for it. For any
+    other one the gradients are divided here, and they are removed if the step is to be skipped, since optimizers ignore
+    parameters without a gradient. To know that, the host waits for the device.
 
     Args:
-        optimizer: its parameters have gradients, and its groups the rate as a number.
+        optimizer: its parameters have gradients.
         step: takes the optimizer's step.
-        rate: the learning rate, a float32 scalar on the gradients' device.
-        skip: 1 if a gradient is not finite, else 0; like the rate.
+        skip: 1 if a gradient is not finite, else 0; a float32 scalar on the gradients' device.
         loss_scale: the factor that the loss was multiplied by, a scalar; None for 1.
     """
-    groups = optimizer.param_groups
     if skips_non_finite_steps(optimizer):
         set_gradient_scaling(optimizer, loss_scale, skip)
-        numbers = [group["lr"] for group in groups]
-        for group in groups:
-            group["lr"] = rate
-        step()
-        for group, number in zip(groups, numbers, strict=True):
-            group["lr"] = number  # as checkpoints have it
-        return
-    if bool(skip):
+    elif bool(skip):
         optimizer.zero_grad()
     elif loss_scale is not None:
-        for group in groups:
+        for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.grad.div_(loss_scale)

@@ -27,14 +27,6 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
-def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Compute `F.linear` [R, in] -> [R, out] and ReLU, on a GPU in one kernel.
-
-    Public: `torch.relu` of `torch.nn.functional.linear`, two kernels. Seen in 2.11 to 2.13.
-    """
-    return torch._addmm_activation(bias, x, weight.t())
-
-
 def mark_dynamic(tensor: Tensor, *dimensions: int) -> None:
     """Tell torch.compile that these sizes vary, even if two of them are equal at first.
 

@@ -5,9 +5,8 @@ gradients once per step. The loss is a sum over target tokens, divided by the nu
 batch. The gradient therefore does not depend on the number of ranks and micro-batches.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,25 +25,6 @@ from model.torch_private import default_generator, total_norm
 from model.transformer import Transformer
 
 _SEED_RANGE = 1 << 63
-
-
-class StepTensors(NamedTuple):
-    """What a training step reads and writes beside weights and gradients: on the device, always in the same places.
-
-    A number or a new tensor would be a constant or another place in a CUDA graph of the step.
-    """
-
-    scale: Tensor
-    """Factor on the loss, a scalar."""
-    rate: Tensor
-    """The learning rate, a scalar."""
-    sums: Tensor
-    """[4]: sums of loss, negative log-likelihood and correct predictions over this rank's target tokens; and the number
-    of target tokens of all ranks."""
-    skipped: Tensor
-    """Number of skipped steps, a scalar."""
-    skipped_in_a_row: Tensor
-    """Number of skipped steps in the current unbroken sequence, a scalar."""
 
 
 class TranslationModule(LightningModule):
@@ -82,16 +62,14 @@ class TranslationModule(LightningModule):
         self.backend = backend
         self.compiled_forward = backend.compiled(self.network) if backend.compiled else None
         self.loss_scale = LossScaler() if backend.scales_loss else None
-        self._cast_weights: Any = None
-        self._captured: Any = None
         self._search: tuple[Any, ...] = ()
         """The search of the current validation. As an attribute, a module would be part of every checkpoint."""
         self.validation_sums: dict[str, Tensor] = {}
         """Sums over target tokens, float64 [sources]."""
         self._validation_sources: list[str] = []
         self._source_of_pair: Tensor | None = None
-        self._step = StepTensors(*(torch.zeros(size) for size in ((), (), (4,), (), ())))
-        """On the CPU before the first step."""
+        self._skipped = torch.zeros(2)
+        """Number of skipped steps: in all, and in the current unbroken sequence. On the CPU before the first step."""
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Copy the batch to the device. Unlike Lightning's default, this does not block the host."""
@@ -143,119 +121,94 @@ class TranslationModule(LightningModule):
             For the monitor, tensors on the device. `smoothed`, `likelihood` and `correct` are sums over this rank's
             target tokens. `tokens` is the number of target tokens of all ranks. These are 0 if the step is skipped.
         """
-        step = self.global_step + 1
-        optimizer = self.optimizers()
+        step, optimizer = self.global_step + 1, self.optimizers()
         assert not isinstance(optimizer, list)
         learning_rate = self._schedule(step)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
-        self._begin_step(rank_batch.num_target_tokens, learning_rate)
-        batches = rank_batch.micro_batches
-        for number, batch in enumerate(batches):
+
+        factor, loss_scale = self._loss_factor(rank_batch)
+        sums, last = [], len(rank_batch.micro_batches) - 1
+        for number, batch in enumerate(rank_batch.micro_batches):
             # Dropout follows from (seed, step, rank, micro-batch) alone. A resumed run therefore drops what an
             # uninterrupted one drops, although no random state is saved, and no two micro-batches drop alike.
             default_generator(self.device).manual_seed(_dropout_seed(self.seed, step, self.global_rank, number))
-            last = number == len(batches) - 1
             # Gradients of the micro-batches before the last one add up on this rank. The backward pass of the last one
             # reduces the sums over ranks, once a step.
-            with nullcontext() if last else self._no_synchronization():
-                if self._captured is None:
-                    self._add_gradients(batch)
-                else:
-                    self._captured.add_gradients(batch, number == 0)
-        if self._captured is None:
-            metrics = self._end_step(optimizer.optimizer, optimizer.step)
-            optimizer.zero_grad()
-        else:
-            optimizer.step()
-            metrics = self._captured.metrics
-        names = ("smoothed", "likelihood", "correct", "tokens", "gradient_norm", "skipped", "skipped_in_a_row")
-        return {**dict(zip(names, metrics.unbind(), strict=True)), "learning_rate": learning_rate}
+            with nullcontext() if number == last else self._no_synchronization():
+                sums.append(self._add_gradients(batch, factor))
+        # The optimizer changes the weights that these are casts of.
+        torch.clear_autocast_cache()
 
-    def _begin_step(self, num_target_tokens: int, learning_rate: float) -> None:
-        """Write what the step depends on to its tensors, and cast the weights."""
-        if self._step.rate.device != self.device or self._step.scale.dtype != self.dtype:
-            self._step = StepTensors(*(tensor.to(self.device) for tensor in self._step))
-            # In float64, float32 would round a factor that is another one for each number of ranks.
-            self._step = self._step._replace(scale=self._step.scale.to(self.dtype))
-            if self.loss_scale is not None:
-                self.loss_scale.to(self.device)
-        # The step follows the gradient of the sum of all ranks' losses, divided by their number of target tokens. DDP
-        # averages gradients over ranks, which divides that sum by world_size; this factor makes up for it.
-        self._step.scale.fill_(self.trainer.world_size / num_target_tokens)
-        if self.loss_scale is not None:
-            self._step.scale.mul_(self.loss_scale.factor)
-        self._step.rate.fill_(learning_rate)
-        self._step.sums.zero_()[3].fill_(num_target_tokens)
-        self.cast_weights()
-
-    def _add_gradients(self, batch: PackedBatch) -> None:
-        """Run the forward and backward passes of a micro-batch."""
-        scale = self._step.scale
-        # No cache of casts in a captured step: a graph must not read a tensor that was cast outside of it.
-        with _weights_cast_once(self.device.type) if self._captured is None else nullcontext():
-            losses = self.losses(batch, scale)
-        self.manual_backward(losses.smoothed)
-        sums = losses.smoothed.detach() / scale, losses.negative_log_likelihood, losses.num_correct
-        self._step.sums[:3].add_(torch.stack(sums))
-
-    def _end_step(self, optimizer: torch.optim.Optimizer, take: Callable[[], object]) -> Tensor:
-        """Clip the gradients and take the optimizer's step.
-
-        Returns:
-            [7]: `sums` of the step's tensors, all 0 if the step was skipped; the gradient's norm; and both numbers of
-            skipped steps.
-        """
-        _, rate, sums, skipped, in_a_row = self._step
-        # By now all ranks have the same gradients, so they compute the same norm, and clip and skip alike. Walking
-        # through the network's modules for its parameters takes longer than the norm.
+        # All ranks have the same gradients now, so they compute the same norm, and clip and skip alike. Walking through
+        # the network's modules for its parameters takes longer than the norm.
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        norm = total_norm([p.grad for p in parameters if p.grad is not None])
-        loss_scale = self.loss_scale.factor if self.loss_scale is not None else None
+        norm = total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
         if loss_scale is not None:
             norm = norm / loss_scale
-        clip_norm = self.training_settings.gradient_clip_norm
-        if clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
+        if self.training_settings.gradient_clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.training_settings.gradient_clip_norm, norm)
         # A tensor, since a condition would make the host wait for the device.
         skip = 1.0 - norm.isfinite().float()
-        take_step(optimizer, take, rate, skip, loss_scale)
+        take_step(optimizer.optimizer, optimizer.step, skip, loss_scale)
+        optimizer.zero_grad()
         if self.loss_scale is not None:
             self.loss_scale.update(skip)
-        skipped.add_(skip)
-        in_a_row.add_(1.0).mul_(skip)
-        return torch.cat([sums.where(skip == 0.0, 0.0), torch.stack([norm, skipped, in_a_row])])
+
+        skipped, in_a_row = self._skipped.to(self.device).unbind()
+        self._skipped = torch.stack([skipped + skip, (in_a_row + 1.0) * skip])
+        smoothed, likelihood, correct = torch.stack(sums).sum(0).where(skip == 0.0, 0.0).unbind()
+        return {
+            "smoothed": smoothed,
+            "likelihood": likelihood,
+            "correct": correct,
+            "tokens": (1.0 - skip) * rank_batch.num_target_tokens,
+            "gradient_norm": norm,
+            "skipped": self._skipped[0],
+            "skipped_in_a_row": self._skipped[1],
+            "learning_rate": learning_rate,
+        }
+
+    def _loss_factor(self, rank_batch: RankBatch) -> tuple[Tensor | float, Tensor | None]:
+        """Return the factor on the loss of each micro-batch, and the part of it that the optimizer divides by."""
+        # The step follows the gradient of the sum of all ranks' losses, divided by their number of target tokens. DDP
+        # averages gradients over ranks, which divides that sum by world_size; this factor makes up for it.
+        factor = self.trainer.world_size / rank_batch.num_target_tokens
+        if self.loss_scale is None:
+            return factor, None
+        self.loss_scale.to(self.device)
+        return self.loss_scale.factor * factor, self.loss_scale.factor
+
+    def _add_gradients(self, batch: PackedBatch, factor: Tensor | float) -> Tensor:
+        """Run the forward and backward passes of a micro-batch.
+
+        Returns:
+            [3], the sums of loss, negative log-likelihood and correct predictions over its target tokens.
+        """
+        with _weights_cast_once(self.device.type):
+            losses = self.losses(batch, factor)
+        self.manual_backward(losses.smoothed)
+        return torch.stack([losses.smoothed.detach() / factor, losses.negative_log_likelihood, losses.num_correct])
 
     def warm_up(self, rank_batch: RankBatch) -> None:
         """Do what a training step does before the optimizer step, but do not synchronize gradients between ranks.
 
         Under DDP this has to be called inside the wrapper's forward pass.
         """
-        self._begin_step(rank_batch.num_target_tokens, 0.0)
+        factor, _ = self._loss_factor(rank_batch)
         with self._no_synchronization():
             for batch in rank_batch.micro_batches:
-                self._add_gradients(batch)
-
-    def cast_weights(self) -> None:
-        """Bring the 16-bit copies of the weights up to date, if the backend has them."""
-        if self.backend.cast_weights is None:
-            return
-        if self._cast_weights is None:
-            dtype = torch.get_autocast_dtype(self.device.type)
-            self._cast_weights = self.backend.cast_weights(self.network, dtype)
-        self._cast_weights.refresh()
+                self._add_gradients(batch, factor)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the numbers of skipped steps and the loss scale."""
-        checkpoint["skipped_steps"] = [self._step.skipped.item(), self._step.skipped_in_a_row.item()]
+        checkpoint["skipped_steps"] = self._skipped.tolist()
         if self.loss_scale is not None:
             checkpoint["loss_scale"] = self.loss_scale.state()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what `on_save_checkpoint` saved; a run that had another precision has saved no loss scale."""
-        skipped, in_a_row = checkpoint["skipped_steps"]
-        self._step.skipped.fill_(skipped)
-        self._step.skipped_in_a_row.fill_(in_a_row)
+        self._skipped = torch.tensor(checkpoint["skipped_steps"], dtype=torch.float32)
         if self.loss_scale is not None and "loss_scale" in checkpoint:
             self.loss_scale.load_state(checkpoint["loss_scale"])
 
@@ -350,16 +303,14 @@ class TranslationModule(LightningModule):
         """Build the learning-rate schedule and the optimizer."""
         width = self.network_settings.d_model
         self._schedule = build_schedule(self.training_settings, width, self.trainer.max_steps)
-        optimizer = build_optimizer(self.network.parameters(), self.training_settings)
-        if self.backend.captured_step is not None:
-            self._captured = self.backend.captured_step(self._add_gradients, self._end_step, optimizer)
-        return optimizer
+        return build_optimizer(self.network.parameters(), self.training_settings)
 
 
 def _weights_cast_once(device: str) -> torch.autocast:
     """Return an autocast context that caches cast weights for all micro-batches of a step, or all tokens of a search.
 
-    Lightning's own context around the step disables the cache, and clears it when the step ends.
+    Lightning's own context around the step disables the cache, and clears it when the step ends. Inside a compiled
+    network the cache has no effect: each micro-batch casts.
     """
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     return torch.autocast(device, dtype, enabled=enabled, cache_enabled=True)

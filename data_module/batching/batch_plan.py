@@ -81,6 +81,15 @@ def plan_epoch(
 
     Raises:
         ValueError: there are no pairs, or a pair is longer than a batch.
+
+    Example, eight pairs and batches of at most 20 tokens a side:
+
+    >>> source_lengths, target_lengths = np.array([3, 9, 4, 6, 2, 8, 5, 7]), np.array([4, 8, 4, 7, 3, 9, 4, 6])
+    >>> plan = plan_epoch(source_lengths, target_lengths, batch_tokens=20, seed=1, epoch=0)
+    >>> [plan[batch].tolist() for batch in range(len(plan))]
+    [[5, 0], [1, 4, 2, 6], [3, 7]]
+    >>> [plan.target_tokens(batch) for batch in range(len(plan))]
+    [13, 19, 13]
     """
     if len(source_lengths if pairs is None else pairs) == 0:
         raise ValueError("there are no pairs to plan")
@@ -93,6 +102,18 @@ def plan_epoch(
     random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
     order = np.arange(len(source_lengths), dtype=np.uint32) if pairs is None else pairs.astype(np.uint32)
     random.shuffle(order)
+    starts, target_tokens = _cut(order, source_lengths, target_lengths, batch_tokens)
+    parts = ([len(target_tokens)], starts, target_tokens)
+    return EpochPlan(np.concatenate([*(np.asarray(part, dtype=np.uint32) for part in parts), order]))
+
+
+def _cut(
+    order: NDArray[np.uint32],
+    source_lengths: NDArray[np.integer],
+    target_lengths: NDArray[np.integer],
+    batch_tokens: int,
+) -> tuple[list[int], list[int]]:
+    """Cut a random order of pairs into batches; return where each begins, with the end, and its target tokens."""
     # A batch ends before the first pair with which its tokens exceed `batch_tokens` on either side: a binary search in
     # running sums, computed for a window of pairs at a time. A batch that the window cuts off is planned again at the
     # beginning of the next one. A window of more pairs than a batch has tokens holds at least one whole batch.
@@ -116,8 +137,7 @@ def plan_epoch(
             starts.append(first + end)
             target_tokens.append(int(target[end - 1]) - target_before)
             begin, source_before, target_before = end, int(source[end - 1]), int(target[end - 1])
-    parts = ([len(target_tokens)], starts, target_tokens)
-    return EpochPlan(np.concatenate([*(np.asarray(part, dtype=np.uint32) for part in parts), order]))
+    return starts, target_tokens
 
 
 def epoch_pairs(num_pairs: Sequence[int], weights: Sequence[float], seed: int, epoch: int) -> NDArray[np.uint32] | None:

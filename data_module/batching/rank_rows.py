@@ -135,6 +135,15 @@ def rank_rows(
         The pairs of each micro-batch, as indices into the arguments. All ranks together have every pair once. If the
         rank's pairs do not fit in `shape.per_rank` micro-batches, there is one more. A rank without pairs has one empty
         micro-batch.
+
+    Example, eight pairs on two ranks of one micro-batch each, whose rows have 128 tokens a side:
+
+    >>> source_lengths, target_lengths = np.array([3, 9, 4, 6, 2, 8, 5, 7]), np.array([4, 8, 4, 7, 3, 9, 4, 6])
+    >>> shape = RowShape(source_tokens=128, target_tokens=128, segments=40, longest=9, per_rank=1)
+    >>> for rank in range(2):
+    ...     [pairs.tolist() for pairs in rank_rows(source_lengths, target_lengths, shape, 2, rank)]
+    [[1, 3, 6, 4]]
+    [[5, 7, 2, 0]]
     """
     source, target = source_lengths.astype(np.int64), target_lengths.astype(np.int64)
     # Every rank computes the parts of all ranks from the same numbers, so that no rank has to ask another one.

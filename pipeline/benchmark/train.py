@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     options, precision = benchmark_device(recipe.trainer)
     ensure_corpus(recipe.corpus)
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
-    backend = choose_backend(recipe.run.kernels, recipe.run.compile, options, recipe.network, recipe.run.cuda_graphs)
+    backend = choose_backend(recipe.run.kernels, recipe.run.compile, options, recipe.network)
     for line in (*backend.notes, backend.line()):
         say(line)
     refuse_optimizer(recipe)

@@ -2,9 +2,11 @@
 
 import argparse
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -173,6 +175,7 @@ def _places(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 def _checked(values: dict[str, Any], places: dict[str, str], mistakes: list[str]) -> Recipe:
     """Return the recipe; raise InputError that names `mistakes` and all that are found."""
+    _remove_old_keys(values, places)
     refused = {f"trainer.{key}": why for key, why in RESERVED_KEYS.items()}
     check = Checker(places, refused | REMOVED_KEYS)
     recipe = check.dataclass(values, Recipe, "")
@@ -196,6 +199,25 @@ REMOVED_KEYS = {
     ),
 }
 """Keys of earlier revisions, each with what to do."""
+OLD_KEYS = {"run.cuda_graphs": "steps run kernel by kernel"}
+"""Keys of version 1.0.0 that have no effect any more, each with what happens instead. All of 1.x accepts them."""
+
+
+def _remove_old_keys(values: dict[str, Any], places: dict[str, str]) -> None:
+    """Remove the keys of `OLD_KEYS`, which every run of version 1.0.0 has stored; warn where one asks for something."""
+    for key, instead in OLD_KEYS.items():
+        section, _, name = key.partition(".")
+        inner = values.get(section)
+        if isinstance(inner, dict) and inner.pop(name, None) not in (None, False):
+            place = f"{places[key]}: " if key in places else ""
+            _warn_once(f"warning: {place}{key} has no effect since version 1.1: {instead}; remove the key")
+
+
+@cache
+def _warn_once(message: str) -> None:
+    print(message, file=sys.stderr)
+
+
 _REGISTRY_KEYS = {
     "network.norm": NetworkSettings.norm,
     "network.activation": NetworkSettings.activation,

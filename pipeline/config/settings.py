@@ -35,11 +35,8 @@ class RunSettings:
     compile: bool | None = None
     """Train with torch.compile; if null, on a GPU only. The first start then takes a few minutes."""
     kernels: Literal["triton", "pytorch"] | None = None
-    """Kernels of attention and the loss. If null, the project's own where they can run: those in Triton on a GPU, and
-    those in C++ on a CPU. Else PyTorch's."""
-    cuda_graphs: bool | None = None
-    """Record a training step in CUDA graphs, so that the host launches all its kernels at once; not if null. For small
-    batches on one GPU."""
+    """Kernels of attention and the loss: triton for the project's own on a GPU, which no GPU has run yet. If null,
+    PyTorch's on a GPU, and on a CPU the project's own in C++, where they can run; pytorch excludes these too."""
     timeout_seconds: int = 600
     """How long a rank waits for another one before it ends with an error that names it."""
 

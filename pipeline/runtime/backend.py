@@ -15,15 +15,13 @@ from data_module.errors import InputError
 from model.backend import PYTORCH_SEARCH, Backend, Search
 from model.fast import compiled_attention, compiled_loss, packed_linear
 from model.fast import compiled_search as search_program
-from model.fast.captured_step import CapturedStep
-from model.fast.cast_weights import CastWeights
 from model.fast.compilation import CompiledForward
 from model.loss import PYTORCH_LOSS
 from model.packed_attention import PYTORCH_ATTENTION
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 from pipeline.runtime.compiled_code import Program, load_program, missing_compiler
-from pipeline.runtime.devices import device_indices, num_ranks
+from pipeline.runtime.devices import device_indices
 from pipeline.runtime.launch import local_rank
 from pipeline.runtime.memory import limit_onednn_cache
 
@@ -33,13 +31,9 @@ _SEARCHES_IN_FLOAT32 = 256
 
 
 def choose_backend(
-    kernels: str | None,
-    compiles: bool | None,
-    options: dict[str, Any],
-    network: NetworkSettings,
-    cuda_graphs: bool | None = None,
+    kernels: str | None, compiles: bool | None, options: dict[str, Any], network: NetworkSettings
 ) -> Backend:
-    """Return how training steps are computed: as the recipe says, or else as this process's device can do it fastest.
+    """Return how training steps are computed: as the recipe says, or else by PyTorch and, on a CPU, compiled programs.
 
     Programs are compiled and compared with PyTorch's operators here, which takes some seconds the first time.
 
@@ -48,7 +42,6 @@ def choose_backend(
         compiles: `run.compile`.
         options: accelerator, precision and devices, as `trainer_options` returns them.
         network: the recipe's `network:`.
-        cuda_graphs: `run.cuda_graphs`.
 
     Raises:
         InputError: the machine cannot run what is requested.
@@ -56,10 +49,10 @@ def choose_backend(
     on_gpu = _on_gpu(options)
     precision = str(options["precision"])
     notes: list[str] = []
-    refuse_cuda_graphs(cuda_graphs, options)  # First, since these two refuse at once.
     compiles = should_compile(compiles, options, notes)
     parts: dict[str, Any] = {"attention": PYTORCH_ATTENTION, "loss": PYTORCH_LOSS, "search": PYTORCH_SEARCH}
-    if _use_triton(kernels, options, network, on_gpu, notes):
+    if kernels == "triton":
+        _require_triton(options, network, on_gpu)
         from model.fast.triton_attention import TRITON_ATTENTION
         from model.fast.triton_loss import TRITON_LOSS
 
@@ -67,16 +60,7 @@ def choose_backend(
     elif options["accelerator"] == "cpu" and kernels is None:
         parts |= _compiled_programs(precision, network, compiles, notes)
     in_blocks = parts["attention"] is PYTORCH_ATTENTION and not (on_gpu and _flash_takes(precision, network))
-    refuse_cuda_graphs(cuda_graphs, options, in_blocks)
-    return Backend(
-        precision,
-        in_blocks,
-        compiled=CompiledForward if compiles else None,
-        cast_weights=CastWeights if on_gpu and precision.endswith("-mixed") else None,
-        captured_step=CapturedStep if cuda_graphs else None,
-        notes=tuple(notes),
-        **parts,
-    )
+    return Backend(precision, in_blocks, compiled=CompiledForward if compiles else None, notes=tuple(notes), **parts)
 
 
 def _compiled_programs(precision: str, network: NetworkSettings, compiles: bool, notes: list[str]) -> dict[str, Any]:
@@ -109,22 +93,15 @@ def _attention_takes(network: NetworkSettings) -> bool:
     return takes_heads and not network.attention_dropout and network.self_attention == NetworkSettings.self_attention
 
 
-def _use_triton(
-    requested: str | None, options: dict[str, Any], network: NetworkSettings, on_gpu: bool, notes: list[str]
-) -> bool:
-    if requested == "pytorch" or (requested is None and not on_gpu):
-        return False
+def _require_triton(options: dict[str, Any], network: NetworkSettings, on_gpu: bool) -> None:
+    """Raise InputError if Triton's attention and loss cannot run here."""
     obstacle = _obstacle_to_triton(options, network) if on_gpu else "they need a GPU"
-    if obstacle is None:
-        return True
-    if requested is not None:
+    if obstacle is not None:
         instead = "PyTorch's" if on_gpu else "the compiled attention and loss"
         raise InputError(
-            f"run.kernels {requested}: Triton's attention and loss cannot run: {obstacle}; set it to null to train with"
+            f"run.kernels triton: Triton's attention and loss cannot run: {obstacle}; set it to null to train with"
             f" {instead}"
         )
-    notes.append(f"training with PyTorch's kernels instead of Triton's: {obstacle}")
-    return False
 
 
 def _obstacle_to_triton(options: dict[str, Any], network: NetworkSettings) -> str | None:
@@ -187,25 +164,6 @@ def should_compile(requested: bool | None, options: dict[str, Any], notes: list[
         raise InputError(f"run.compile: torch.compile {missing}; {hint}")
     notes.append(f"training without torch.compile, which is slower: it {missing}")
     return False
-
-
-def refuse_cuda_graphs(requested: bool | None, options: dict[str, Any], in_blocks: bool = False) -> None:
-    """Raise InputError where `run.cuda_graphs` is true and steps cannot be recorded.
-
-    Args:
-        requested: `run.cuda_graphs`.
-        options: accelerator and devices, as `trainer_options` returns them.
-        in_blocks: the layout of rows, if it is known already.
-    """
-    obstacle = None
-    if not _on_gpu(options):
-        obstacle = "they need a GPU"
-    elif num_ranks(options) > 1:
-        obstacle = "they are for one GPU, since DDP exchanges gradients within a step"
-    elif in_blocks:
-        obstacle = "rows in blocks, which no kernel here can avoid, differ in shape from step to step"
-    if requested and obstacle:
-        raise InputError(f"run.cuda_graphs: {obstacle}; set it to false, and steps run kernel by kernel")
 
 
 def _flash_takes(precision: str, network: NetworkSettings) -> bool:

@@ -17,7 +17,7 @@ from data_module.files import atomic_file
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.backend import Backend
-from model.optimization import build_optimizer, require_recordable
+from model.optimization import build_optimizer
 from model.training_module import TranslationModule
 from model.transformer import Transformer
 from pipeline.checkpointing.callback import EMA, CheckpointCallback
@@ -99,16 +99,14 @@ def special_ids(tokenizer: Tokenizer) -> SpecialIds:
 
 
 def refuse_optimizer(recipe: Recipe) -> None:
-    """Raise InputError where `training.optimizer` does not fit the network, or its steps not `run.cuda_graphs`.
+    """Raise InputError where `training.optimizer` does not fit the network.
 
     A network of one layer each shows it, which takes a fraction of a second.
     """
     settings = replace(recipe.network, num_layers=1, num_encoder_layers=None, num_decoder_layers=None)
     network = Transformer(1, settings)
     try:
-        optimizer = build_optimizer(network.parameters(), recipe.training)
-        if recipe.run.cuda_graphs:
-            require_recordable(optimizer)
+        build_optimizer(network.parameters(), recipe.training)
     except ValueError as error:
         raise InputError(f"training.optimizer {recipe.training.optimizer}: {error}") from error
 

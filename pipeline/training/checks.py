@@ -277,7 +277,7 @@ def check_trainer(context: CheckContext) -> Iterator[CheckResult]:
     import torch
 
     from data_module.worker_processes import require_shared_memory
-    from pipeline.runtime.backend import refuse_cuda_graphs, should_compile
+    from pipeline.runtime.backend import should_compile
     from pipeline.runtime.devices import gpus_mistake, num_ranks
     from pipeline.training.trainer import make_trainer, trainer_options
 
@@ -307,7 +307,6 @@ def check_trainer(context: CheckContext) -> Iterator[CheckResult]:
         return
     # Nothing else can be wrong; the whole choice, which takes time, is made and said when training starts.
     should_compile(run.compile, options, [])
-    refuse_cuda_graphs(run.cuda_graphs, options)
 
 
 def check_optimizer(context: CheckContext) -> Iterable[CheckResult]:
@@ -335,7 +334,7 @@ def check_backend(context: CheckContext) -> Iterator[CheckResult]:
     options = trainer_options(recipe.trainer, context.job, run.timeout_seconds)
     try:
         with recipe.naming_places():
-            backend = choose_backend(run.kernels, run.compile, options, recipe.network, run.cuda_graphs)
+            backend = choose_backend(run.kernels, run.compile, options, recipe.network)
     except InputError as error:
         yield CheckResult(False, str(error))
         return

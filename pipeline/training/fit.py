@@ -133,7 +133,7 @@ def train(start: Start, further_callbacks: Sequence["Callback"] = ()) -> None:
     options = trainer_options(recipe.trainer, start.job, recipe.run.timeout_seconds)
     allow_tf32(options)
     run = recipe.run
-    backend = choose_backend(run.kernels, run.compile, options, recipe.network, run.cuda_graphs)
+    backend = choose_backend(run.kernels, run.compile, options, recipe.network)
     for line in (*backend.notes, backend.line()):
         say(line)
     module = build_module(recipe, start.tokenizer, backend)

@@ -1,11 +1,14 @@
 """Epoch plans: every pair once, random batches within the limits and full."""
 
+import doctest
+from types import ModuleType
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_module.batching import batch_plan
+from data_module.batching import batch_plan, rank_rows
 from data_module.batching.batch_plan import plan_epoch
 
 BATCH = 2000
@@ -105,3 +108,9 @@ def test_any_corpus_and_settings(data: st.DataObject) -> None:
     for index, batch in enumerate(batches):
         assert 0 < source[batch].sum() <= batch_tokens
         assert built.target_tokens(index) == target[batch].sum() <= batch_tokens
+
+
+@pytest.mark.parametrize("module", [batch_plan, rank_rows])
+def test_examples_in_docstrings(module: ModuleType) -> None:
+    found = doctest.testmod(module)
+    assert (found.failed, found.attempted > 0) == (0, True)

@@ -151,8 +151,6 @@ def test_no_step_waits_for_the_device(
             torch.cuda.set_sync_debug_mode("default")
     assert watch.steps == 16
     assert watch.micro_batches >= 2 * 16
-    # Weights are cast once a step, not by autocast.
-    assert (made._cast_weights is not None) == (device == "cuda" and precision != "32-true")
 
 
 @pytest.mark.gpu
@@ -275,8 +273,6 @@ def test_all_batches_of_a_gpu_share_one_graph(kernels: str) -> None:
     with Compilations() as compilations:
         for batch in packed(micro_batches, in_blocks=False).to("cuda").micro_batches:
             with torch.autocast("cuda", torch.bfloat16):
-                for one in (made, eager):
-                    one.cast_weights()
                 found, expected = made.states(batch), eager.states(batch)
             found.sum().backward()
             assert (found - expected).norm() < 0.01 * expected.norm()
@@ -313,7 +309,6 @@ def loss_and_gradient(
         batches = packed(LENGTHS, in_blocks=layout == "in blocks").to(device).micro_batches
     for batch in batches:
         with torch.autocast(device, low, enabled=low is not None):
-            made.cast_weights()
             sums = made.losses(batch)
         sums.smoothed.backward()
         total += sums.smoothed.detach()

@@ -31,7 +31,6 @@ from tests.model.sentence_batches import sentence_by_sentence
 
 training_step = TranslationModule.training_step
 losses = TranslationModule.losses
-cast_weights = TranslationModule.cast_weights
 all_reduce = dist.all_reduce
 choose_backend = backend.choose_backend
 
@@ -77,14 +76,14 @@ def slow_rank() -> None:
     def seconds(module: TranslationModule) -> float:
         return SLOW_SECONDS * (module.global_rank == int(os.environ["SLOW_RANK"]))
 
-    def sleep_first(module: TranslationModule) -> None:
+    def sleep_first(module: TranslationModule, batch: RankBatch, batch_idx: int) -> dict[str, Any]:
         time.sleep(ALL_SECONDS + seconds(module))
-        cast_weights(module)
+        return training_step(module, batch, batch_idx)
 
     def sleep_last(module: TranslationModule, *_: Any) -> None:
         time.sleep(seconds(module))
 
-    TranslationModule.cast_weights = sleep_first  # type: ignore[method-assign]
+    TranslationModule.training_step = sleep_first  # type: ignore[method-assign]
     TranslationModule.on_train_batch_end = sleep_last  # type: ignore[method-assign]
 
 

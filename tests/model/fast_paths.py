@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.decoding import BeamSearch
 from model.fast import compiled_search
-from model.fast.cast_weights import CastWeights, cast_linear
 from model.fast.compilation import CompiledForward
 from model.fast.compiled_search import CompiledSearch
 from model.fast.dropout import Dropout
@@ -118,21 +116,6 @@ def check_linear(device: str, make: Callable[[nn.Linear], Callable[[Tensor], Ten
         fast = make(linear)
         for _ in range(2):  # the first call may pack the weight
             compare(copy.deepcopy(linear).double(), fast, [x], torch.float32, device)
-
-
-def check_cast_linear(device: str, dtype: torch.dtype) -> None:
-    """`nn.Linear` of inputs, weight and bias that are 16-bit numbers, with gradients of all three."""
-
-    def fast(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        linear = nn.Linear(24, 32, device=device)
-        linear.weight.data, linear.bias.data = weight.detach().float(), bias.detach().float()
-        CastWeights(nn.Sequential(linear), dtype).refresh()
-        del linear.weight, linear.bias
-        linear.weight, linear.bias = weight, bias
-        return cast_linear(linear, x)
-
-    torch.manual_seed(1)
-    compare(F.linear, fast, [torch.randn(40, 24), torch.randn(32, 24), torch.randn(32)], dtype, device, 3)
 
 
 def check_dropout(device: str, dtype: torch.dtype) -> None:
@@ -237,9 +220,6 @@ FAST_PATHS = {
                 _projection(lambda linear: LazyPackedProjection(linear.bias)),
             )
         ],
-    ),
-    "linear layers with 16-bit weights": FastPath(
-        check_cast_linear, [(torch.bfloat16,), (torch.float16,)], "cuda or cpu"
     ),
     "dropout": FastPath(check_dropout, [(dtype,) for dtype in GPU_DTYPES]),
     "compiled forward pass": FastPath(check_compiled_forward, [(True,)]),

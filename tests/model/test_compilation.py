@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 import model.packed_attention
 from data_module.batching.batch import PackedBatch
 from model.backend import Backend
-from model.fast.cast_weights import CastWeights
 from model.fast.compilation import CompiledForward
 from model.fast.dropout import Dropout
 from model.loss import label_smoothed_loss
@@ -231,16 +230,13 @@ def test_compiled_dropout_depends_on_the_seed_alone() -> None:
     assert one.losses(batch).smoothed == first
 
 
-def train_rank(rank: int, folder: Path, cast: bool) -> None:
+def train_rank(rank: int, folder: Path) -> None:
     """Take part in steps of two ranks, and compare the gradients of each with those without a compiler."""
-    dtype = torch.bfloat16 if cast else torch.float32
     meet, patience = f"file://{folder}/meet", timedelta(seconds=90)
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2, timeout=patience)
     try:
         torch.manual_seed(3)
         net = Transformer(VOCABULARY, replace(SETTINGS, num_layers=2, d_model=128, d_ff=512, num_heads=4))
-        if cast:
-            CastWeights(net, dtype).refresh()
 
         class Training(nn.Module):
             def __init__(self) -> None:
@@ -248,7 +244,7 @@ def train_rank(rank: int, folder: Path, cast: bool) -> None:
                 self.net, self.compiled = net, CompiledForward(net, backend="aot_eager")
 
             def forward(self, batch: PackedBatch) -> Tensor:
-                return self.compiled(*arguments(batch, dtype))
+                return self.compiled(*arguments(batch, torch.float32))
 
         parallel = DistributedDataParallel(Training(), gradient_as_bucket_view=True, bucket_cap_mb=1)
         order: list[str] = []
@@ -272,7 +268,7 @@ def train_rank(rank: int, folder: Path, cast: bool) -> None:
             parallel(batches[rank]).square().sum().backward()
             if number >= 2:
                 assert order.index("last gradients") >= 2
-            losses = [net.rows(*arguments(batch, dtype)).square().sum() for batch in batches]
+            losses = [net.rows(*arguments(batch, torch.float32)).square().sum() for batch in batches]
             eager = dict(zip(parameters, torch.autograd.grad(sum(losses) / 2, list(parameters.values())), strict=True))
             found = {name: parameter.grad for name, parameter in parameters.items()}
             torch.testing.assert_close(found, eager, rtol=1e-3, atol=1e-3)
@@ -282,12 +278,11 @@ def train_rank(rank: int, folder: Path, cast: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # a warning of the compiler about itself
-@pytest.mark.parametrize("cast", [False, True], ids=["weights", "cast weights"])
-def test_compiled_gradients_travel_while_others_are_computed(cast: bool, tmp_path: Path) -> None:
+def test_compiled_gradients_travel_while_others_are_computed(tmp_path: Path) -> None:
     """Under DDP the graph is split at its buckets. A single graph would return all gradients at its end."""
-    other = multiprocessing.get_context("fork").Process(target=train_rank, args=(1, tmp_path, cast))
+    other = multiprocessing.get_context("fork").Process(target=train_rank, args=(1, tmp_path))
     other.start()
-    train_rank(0, tmp_path, cast)
+    train_rank(0, tmp_path)
     other.join(90)
     assert other.exitcode == 0
 

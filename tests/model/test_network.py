@@ -317,7 +317,7 @@ def test_dropout_inside_sub_layers(name: str, is_packed: bool) -> None:
             getattr(net, mode)()
             rows = x[0].detach()
             if name == "activation_dropout":
-                found = module.rows(rows) if is_packed else module(x)[0]
+                found = module(rows) if is_packed else module(x)[0]
             elif is_packed:
                 sentences = torch.zeros(1, 40, dtype=torch.int32)
                 bias_of_blocks = [block_bias(sentences, sentences, False, torch.float64)]

@@ -19,14 +19,6 @@ def test_packed_products() -> None:
     torch.testing.assert_close(torch_private.packed_linear(x, packed, None), F.linear(x, weight))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_product_with_relu(dtype: torch.dtype) -> None:
-    x, weight, bias = (torch.randn(size).to(dtype) for size in ((6, 30), (40, 30), (40,)))
-    found = torch_private.linear_relu(x, weight, bias)
-    torch.testing.assert_close(found, F.linear(x, weight, bias).relu())
-    assert 0 < int((found == 0).sum()) < found.numel()
-
-
 @pytest.fixture
 def _restored_limit() -> Iterator[None]:
     before = torch._dynamo.config.recompile_limit
@@ -84,7 +76,7 @@ def test_momentum_of_a_skipped_first_step() -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([parameter], momentum=0.9, fused=True)
     parameter.grad = torch.full((3,), torch.inf)
-    take_step(optimizer, optimizer.step, torch.tensor(0.1), torch.tensor(1.0), None)
+    take_step(optimizer, optimizer.step, torch.tensor(1.0), None)
     assert not optimizer.state[parameter]
 
 

@@ -4,6 +4,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,10 +18,10 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
+import model.training_module
 from data_module.batching.batch import PaddedBatch, RankBatch, SpecialIds
 from model.backend import Backend
 from model.decoding import BeamSearch
-from model.fast.cast_weights import CastWeights
 from model.loss import label_smoothed_loss
 from model.optimization import OPTIMIZERS, SCHEDULES
 from model.padded_transformer import PaddedTransformer
@@ -333,17 +334,6 @@ def test_one_micro_batch_equals_many_and_many_ranks(monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-6)
 
 
-def test_each_step_has_16_bit_copies_of_its_weights() -> None:
-    start = parameters_to_vector(make_module().parameters()).detach()
-    plain, copying = make_module(), make_module()
-    copying.backend = replace(copying.backend, cast_weights=CastWeights)  # otherwise chosen on a GPU
-    expected, found = (
-        fit(module, make_shares(4), precision="bf16-mixed")[-1].weights - start for module in (plain, copying)
-    )
-    assert copying.network.decoder[0].feed_forward.inner.cast[0].dtype == torch.bfloat16
-    assert (found - expected).norm() < 0.02 * expected.norm()
-
-
 def test_a_checkpoint_of_another_precision_has_no_loss_scale() -> None:
     module, checkpoint = make_module(scale_loss=True), {}
     module.on_load_checkpoint({"skipped_steps": [2, 1]})
@@ -429,18 +419,57 @@ def test_validation_gives_the_loss_of_each_source() -> None:
         assert len(found) == 5 + 2
 
 
-class _Casts(TorchDispatchMode):
-    """Counts how often each tensor is converted to another type."""
+class _Operations(TorchDispatchMode):
+    """Counts how often each tensor is converted to another type, and names what the host waits for on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts = Counter[int]()
+        self.casts = Counter[int]()
+        self.host_reads: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket in (torch.ops.aten.to, torch.ops.aten._to_copy):
-            self.counts[args[0].data_ptr()] += result.dtype != args[0].dtype
+        name = func.overloadpacket.__name__
+        if name in ("to", "_to_copy"):
+            self.casts[args[0].data_ptr()] += result.dtype != args[0].dtype
+        elif name in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2"):
+            self.host_reads.append(name)
         return result
+
+
+def test_a_step_casts_each_weight_once_and_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second step's gradients are those of its weights, not of the casts of the first step."""
+    share, num_micro_batches = packed([[(5, 6), (4, 3)] * 4] * 3, num_target_tokens=300), 3
+    take_step, training_step = model.training_module.take_step, TranslationModule.training_step
+
+    def gradients_of_two_steps(casts: int) -> list[Tensor]:
+        """Return each step's gradients, and check how often each weight is cast."""
+        module = make_module(scale_loss=True)
+        linears = [part for part in module.network.modules() if isinstance(part, nn.Linear)]
+        gradients: list[Tensor] = []
+
+        def noted(*arguments: Any) -> None:
+            gradients.append(torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]))
+            take_step(*arguments)
+
+        def watched(*arguments: Any) -> Any:
+            with _Operations() as operations:
+                output = training_step(module, *arguments)
+            assert operations.host_reads == []
+            assert {operations.casts[linear.weight.data_ptr()] for linear in linears} == {casts}
+            return output
+
+        monkeypatch.setattr("model.training_module.take_step", noted)
+        vars(module)["training_step"] = watched
+        # As Lightning's context around a step, but around both of them.
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            fit(module, [share] * 2)
+        return gradients
+
+    found = gradients_of_two_steps(casts=1)
+    assert (found[1] - found[0]).norm() > 0.1 * found[0].norm()
+    monkeypatch.setattr("model.training_module._weights_cast_once", lambda _: nullcontext())
+    torch.testing.assert_close(found, gradients_of_two_steps(casts=num_micro_batches), rtol=1e-5, atol=1e-5)
 
 
 def test_validation_casts_weights_once_a_batch() -> None:
@@ -451,11 +480,11 @@ def test_validation_casts_weights_once_a_batch() -> None:
     linears = [layer.self_attention.query_key_value, layer.cross_attention.query, layer.feed_forward.inner]
     for _ in range(2):
         # As Lightning's context around a step.
-        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False), _Casts() as casts:
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False), _Operations() as seen:
             _, tokens, _ = module.validation_step(padded([(5, 6), (4, 3)]), 0)
         assert tokens.size(1) > 2
         # Once for the loss, and once for the search.
-        assert [casts.counts[linear.weight.data_ptr()] for linear in linears] == [2, 2, 2]
+        assert [seen.casts[linear.weight.data_ptr()] for linear in linears] == [2, 2, 2]
 
 
 def test_validation_answers_are_those_of_greedy_search() -> None:

@@ -23,7 +23,6 @@ from pipeline.checkpointing.run_folder import note_run
 from pipeline.commands import doctor
 from pipeline.commands.doctor import agree_on_context
 from pipeline.config.recipe import load_recipe
-from pipeline.runtime.backend import refuse_cuda_graphs
 from pipeline.runtime.devices import ONE_GPU_NOTE, gpus_mistake, mixed_processors_mistake, processors_note
 from pipeline.runtime.launch import RANKS_MISSING, JobStep, node_name
 from pipeline.training import rank_checks
@@ -215,8 +214,6 @@ def test_a_task_that_sees_one_gpu_trains_on_it(local_rank: int, one_gpu: pytest.
     assert (trainer.num_devices, trainer.world_size, trainer.local_rank) == (4, 4, local_rank)
     assert trainer.strategy.determine_ddp_device_ids() == [0]
     assert rank_checks._own_gpu(step) == 0  # of doctor's all-reduce
-    with pytest.raises(InputError, match=r"^run\.cuda_graphs: they are for one GPU"):
-        refuse_cuda_graphs(True, options)
 
 
 @pytest.mark.two_processors

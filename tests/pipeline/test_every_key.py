@@ -232,7 +232,6 @@ KEYS: dict[str, tuple[Any, Use | None]] = {
     "run.log_every_steps": (4, lambda b: b.callbacks["TrainingMonitor"]._every_steps),
     "run.compile": (True, lambda b: b.module.compiled_forward is not None),
     "run.kernels": ("pytorch", lambda b: same([b.module.backend.attention.name, b.module.backend.loss.name]).lower()),
-    "run.cuda_graphs": (False, lambda b: b.module.backend.captured_step is not None),  # true needs a GPU
     "run.timeout_seconds": (
         123,
         lambda b: same(

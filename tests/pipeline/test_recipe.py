@@ -467,3 +467,17 @@ def test_mistakes_in_a_dictionary() -> None:
         with pytest.raises(InputError) as caught:
             recipe_from_dict(wrong)  # type: ignore[arg-type]
         assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize(("value", "warns"), [("null", False), ("false", False), ("true", True)])
+def test_keys_of_version_1_0_that_have_no_effect(
+    value: str, warns: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are accepted, typed or stored, and change no recipe; asking for something is answered once."""
+    plain = load_recipe([write(tmp_path, MINIMAL)])
+    path = write(tmp_path, f"{MINIMAL}run:\n  cuda_graphs: {value}\n")
+    for _ in range(2):
+        assert load_recipe([path]).as_dict() == plain.as_dict()
+    warning = f"warning: {path}:6: run.cuda_graphs has no effect since version 1.1: steps run kernel by kernel; remove "
+    assert [line.startswith(warning) for line in capsys.readouterr().err.splitlines()] == [True] * warns
+    assert load_recipe([path], ["--run.cuda_graphs", value]).as_dict() == plain.as_dict()
