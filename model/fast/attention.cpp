@@ -1,9 +1,9 @@
-// Attention (equation 1) over sentences that lie end to end in a row, on a CPU in float32, and its gradients.
+// Attention (equation 1) over sentences that lie end to end in a row, on a CPU, and its gradients.
 //
 // A sentence's weights of a few queries are in the cache from the first product to the last one. They are not kept: the
-// backward pass computes them again from the logarithm of each query's normalizer. Products are of the sentence's own
-// queries and keys, while PyTorch's are of whole blocks of sentences. A sentence's results do not depend on the others
-// or on the number of threads. C++17, no library; compile with
+// backward pass computes them again from the logarithm of each query's normalizer. Numbers in bfloat16 are converted to
+// float32 one head of a sentence at a time, and all sums are in float32. A sentence's results do not depend on the
+// others or on the number of threads. C++17, no library; compile with
 //     g++ -std=c++17 -O3 -march=native -fPIC -shared -pthread attention.cpp -o attention.so
 
 #include <algorithm>
@@ -13,6 +13,7 @@
 #include <cstring>
 #include <exception>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include "vectors.h"
@@ -23,12 +24,27 @@ constexpr int64_t QUERIES = 32;                // of a sentence at a time, so th
 constexpr int64_t SCORES_PER_THREAD = 1 << 14;  // with fewer, starting a thread takes longer than its work
 
 // A matrix whose rows are contiguous; row i begins at at + i * row.
-struct Matrix {
-    float* at;
+template <class Number>
+struct MatrixOf {
+    Number* at;
     int64_t row;
 
-    Matrix from(int64_t i, int64_t j) const { return {at + i * row + j, row}; }
+    MatrixOf from(int64_t i, int64_t j) const { return {at + i * row + j, row}; }
 };
+
+using Matrix = MatrixOf<float>;
+
+// Return the matrix to compute with: the given one, or for bfloat16 a place in `scratch`, to which `copy` copies it.
+inline Matrix place(Matrix given, Matrix) { return given; }
+inline Matrix place(MatrixOf<Bfloat16>, Matrix scratch) { return scratch; }
+
+// Copy [rows, columns] between the types; floats are used where they are. The number of columns is a multiple of LANES.
+inline void copy(Matrix, Matrix, int64_t, int64_t) {}
+template <class From, class To>
+void copy(MatrixOf<From> from, MatrixOf<To> to, int64_t rows, int64_t columns) {
+    for (int64_t i = 0; i < rows; ++i)
+        for (int64_t j = 0; j < columns; j += LANES) write(to.from(i, j).at, read(from.from(i, j).at));
+}
 
 // c = a b or, if `add`, c += a b, for ROWS rows and VECTORS vectors of columns of c. If TRANSPOSED, a is the transpose
 // of the matrix that is given.
@@ -130,115 +146,167 @@ void softmax_gradient(const float* weights, float* gradient, int64_t end, float 
         store(gradient + i, load(weights + i) * (load(gradient + i) - mean) * factor);
 }
 
-struct Request {
-    Matrix queries, keys, values;                 // [R, H * K], [M, H * K], [M, H * V]
-    Matrix result, normalizers;                   // [R, H * V]; [R, H], their logarithms
-    Matrix gradient;                              // of the result; read in the backward pass, like the normalizers
-    Matrix grad_queries, grad_keys, grad_values;  // written in the backward pass
-    const int32_t *query_offsets, *key_offsets;   // [segments + 1]
-    int64_t num_segments, num_heads, key_size, value_size, longest;  // the last: number of keys of a segment
-    int64_t is_causal, is_backward, num_threads;
+struct Tensor {
+    void* at;
+    int64_t row;
 };
 
-// One head of one segment.
+struct Request {
+    Tensor queries, keys, values;                 // [R, H * K], [M, H * K], [M, H * V]
+    Tensor result, gradient;                      // [R, H * V]; the gradient is read in the backward pass
+    Tensor grad_queries, grad_keys, grad_values;  // written in the backward pass
+    Matrix normalizers;                           // [R, H], their logarithms, in float32; read in the backward pass
+    const int32_t *query_offsets, *key_offsets;   // [segments + 1]
+    int64_t num_segments, num_heads, key_size, value_size, longest;  // the last: number of keys of a segment
+    int64_t is_causal, is_backward, is_bfloat16, num_threads;
+};
+
+// One head of one segment, of floats or bfloat16.
+template <class Number>
 class Head {
 public:
     // `memory` has space for `size(request)` numbers.
-    Head(const Request& request, int64_t segment, int64_t head, float* memory) : request_(request) {
-        const int64_t first_query = request.query_offsets[segment], first_key = request.key_offsets[segment];
-        num_queries_ = request.query_offsets[segment + 1] - first_query;
-        num_keys_ = request.key_offsets[segment + 1] - first_key;
-        const auto part = [&](Matrix of, int64_t row, int64_t width) { return of.from(row, head * width); };
-        queries_ = part(request.queries, first_query, request.key_size);
-        keys_ = part(request.keys, first_key, request.key_size);
-        values_ = part(request.values, first_key, request.value_size);
-        result_ = part(request.result, first_query, request.value_size);
-        normalizers_ = part(request.normalizers, first_query, 1);
-        gradient_ = part(request.gradient, first_query, request.value_size);
-        grad_queries_ = part(request.grad_queries, first_query, request.key_size);
-        grad_keys_ = part(request.grad_keys, first_key, request.key_size);
-        grad_values_ = part(request.grad_values, first_key, request.value_size);
-        weights_ = {memory, whole_vectors(num_keys_)};
-        grad_weights_ = weights_.from(QUERIES, 0);
-        keys_transposed_ = grad_weights_.from(QUERIES, 0);
-        values_transposed_ = keys_transposed_.from(request.key_size, 0);
+    Head(const Request& request, int64_t segment, int64_t head, float* memory)
+        : request_(request), head_(head), key_size_(request.key_size), value_size_(request.value_size) {
+        first_query_ = request.query_offsets[segment], first_key_ = request.key_offsets[segment];
+        num_queries_ = request.query_offsets[segment + 1] - first_query_;
+        num_keys_ = request.key_offsets[segment + 1] - first_key_;
+        const int64_t width = whole_vectors(request.longest);
+        const auto take = [&](int64_t rows, int64_t columns) {
+            const Matrix matrix = {memory, columns};
+            memory += rows * columns;
+            return matrix;
+        };
+        weights_ = take(QUERIES, width), grad_weights_ = take(QUERIES, width);
+        keys_transposed_ = take(key_size_, width), values_transposed_ = take(value_size_, width);
+        if (!std::is_same<Number, float>::value) {
+            query_scratch_ = take(QUERIES, key_size_), grad_query_scratch_ = take(QUERIES, key_size_);
+            result_scratch_ = take(QUERIES, value_size_);
+            key_scratch_ = take(width, key_size_), grad_key_scratch_ = take(width, key_size_);
+            value_scratch_ = take(width, value_size_), grad_value_scratch_ = take(width, value_size_);
+        }
     }
 
     static int64_t size(const Request& request) {
-        return (2 * QUERIES + request.key_size + request.value_size) * whole_vectors(request.longest);
+        const int64_t width = whole_vectors(request.longest), sizes = request.key_size + request.value_size;
+        const int64_t scratch = QUERIES * (sizes + request.key_size) + 2 * width * sizes;
+        return (2 * QUERIES + sizes) * width + (std::is_same<Number, float>::value ? 0 : scratch);
     }
 
     void forward() {
-        begin();
+        const Matrix keys = read_keys();
+        const Matrix values = read_rows(request_.values, first_key_, num_keys_, value_size_, value_scratch_);
+        transpose(keys, keys_transposed_, num_keys_, key_size_, scale());
         for (int64_t first = 0; first < num_queries_; first += QUERIES) {
             const int64_t count = std::min(QUERIES, num_queries_ - first), seen = visible(first + count - 1);
-            multiply_scores(first, count, seen);
+            multiply_scores(read_queries(first, count), count, seen);
             for (int64_t i = 0; i < count; ++i)
-                *normalizers_.from(first + i, 0).at =
-                    softmax(weights_.from(i, 0).at, visible(first + i), whole_vectors(seen));
-            multiply<false>(weights_, values_, result_.from(first, 0), count, seen, request_.value_size);
+                *normalizer(first + i) = softmax(weights_.from(i, 0).at, visible(first + i), whole_vectors(seen));
+            const MatrixOf<Number> result = part(request_.result, first_query_ + first, value_size_);
+            const Matrix computed = place(result, result_scratch_);
+            multiply<false>(weights_, values, computed, count, seen, value_size_);
+            copy(computed, result, count, value_size_);
         }
     }
 
     void backward() {
-        begin();
-        transpose(values_, values_transposed_, num_keys_, request_.value_size, 1.0f);
+        const Matrix keys = read_keys();
+        const Matrix values = read_rows(request_.values, first_key_, num_keys_, value_size_, value_scratch_);
+        transpose(keys, keys_transposed_, num_keys_, key_size_, scale());
+        transpose(values, values_transposed_, num_keys_, value_size_, 1.0f);
+        const MatrixOf<Number> grad_keys = part(request_.grad_keys, first_key_, key_size_);
+        const MatrixOf<Number> grad_values = part(request_.grad_values, first_key_, value_size_);
+        const Matrix key_sums = place(grad_keys, grad_key_scratch_), value_sums = place(grad_values, grad_value_scratch_);
         for (int64_t j = 0; j < num_keys_; ++j) {
-            std::fill_n(grad_keys_.from(j, 0).at, request_.key_size, 0.0f);
-            std::fill_n(grad_values_.from(j, 0).at, request_.value_size, 0.0f);
+            std::fill_n(key_sums.from(j, 0).at, key_size_, 0.0f);
+            std::fill_n(value_sums.from(j, 0).at, value_size_, 0.0f);
         }
         for (int64_t first = 0; first < num_queries_; first += QUERIES) {
             const int64_t count = std::min(QUERIES, num_queries_ - first), seen = visible(first + count - 1);
-            const int64_t end = whole_vectors(seen), key_size = request_.key_size, value_size = request_.value_size;
-            const Matrix gradient = gradient_.from(first, 0);
-            multiply_scores(first, count, seen);
-            multiply<false>(gradient, values_transposed_, grad_weights_, count, value_size, end);
+            const int64_t end = whole_vectors(seen);
+            const Matrix queries = read_queries(first, count);
+            const Matrix gradient =
+                read_rows(request_.gradient, first_query_ + first, count, value_size_, result_scratch_);
+            multiply_scores(queries, count, seen);
+            multiply<false>(gradient, values_transposed_, grad_weights_, count, value_size_, end);
             for (int64_t i = 0; i < count; ++i) {
                 float* const weights = weights_.from(i, 0).at;
-                softmax(weights, visible(first + i), end, *normalizers_.from(first + i, 0).at);
+                softmax(weights, visible(first + i), end, *normalizer(first + i));
                 softmax_gradient(weights, grad_weights_.from(i, 0).at, end, scale());
             }
-            multiply<true>(weights_, gradient, grad_values_, seen, count, value_size, true);
-            multiply<false>(grad_weights_, keys_, grad_queries_.from(first, 0), count, seen, key_size);
-            multiply<true>(grad_weights_, queries_.from(first, 0), grad_keys_, seen, count, key_size, true);
+            const MatrixOf<Number> grad_queries = part(request_.grad_queries, first_query_ + first, key_size_);
+            const Matrix query_sums = place(grad_queries, grad_query_scratch_);
+            multiply<true>(weights_, gradient, value_sums, seen, count, value_size_, true);
+            multiply<false>(grad_weights_, keys, query_sums, count, seen, key_size_);
+            multiply<true>(grad_weights_, queries, key_sums, seen, count, key_size_, true);
+            copy(query_sums, grad_queries, count, key_size_);
         }
+        copy(key_sums, grad_keys, num_keys_, key_size_);
+        copy(value_sums, grad_values, num_keys_, value_size_);
     }
 
 private:
     const Request& request_;
-    int64_t num_queries_, num_keys_;
-    Matrix queries_, keys_, values_, result_, normalizers_, gradient_, grad_queries_, grad_keys_, grad_values_;
+    int64_t head_, key_size_, value_size_, first_query_, first_key_, num_queries_, num_keys_;
     Matrix weights_, grad_weights_, keys_transposed_, values_transposed_;
+    // For bfloat16: queries and result (or its gradient) of a few rows, keys and values of all.
+    Matrix query_scratch_{}, grad_query_scratch_{}, result_scratch_{};
+    Matrix key_scratch_{}, grad_key_scratch_{}, value_scratch_{}, grad_value_scratch_{};
 
-    float scale() const { return 1.0f / std::sqrt(float(request_.key_size)); }
+    float scale() const { return 1.0f / std::sqrt(float(key_size_)); }
 
     // Number of keys that a query attends to.
     int64_t visible(int64_t query) const { return request_.is_causal ? query + 1 : num_keys_; }
 
-    void begin() { transpose(keys_, keys_transposed_, num_keys_, request_.key_size, scale()); }
+    float* normalizer(int64_t query) const { return request_.normalizers.from(first_query_ + query, head_).at; }
 
-    void multiply_scores(int64_t first, int64_t count, int64_t seen) {
-        multiply<false>(queries_.from(first, 0), keys_transposed_, weights_, count, request_.key_size, whole_vectors(seen));
+    // The columns of this head, of which there are `width`, from a row on.
+    MatrixOf<Number> part(Tensor of, int64_t row, int64_t width) const {
+        return MatrixOf<Number>{static_cast<Number*>(of.at), of.row}.from(row, head_ * width);
+    }
+
+    Matrix read_rows(Tensor of, int64_t first, int64_t count, int64_t width, Matrix scratch) const {
+        const MatrixOf<Number> rows = part(of, first, width);
+        const Matrix floats = place(rows, scratch);
+        copy(rows, floats, count, width);
+        return floats;
+    }
+
+    Matrix read_keys() const { return read_rows(request_.keys, first_key_, num_keys_, key_size_, key_scratch_); }
+
+    Matrix read_queries(int64_t first, int64_t count) const {
+        return read_rows(request_.queries, first_query_ + first, count, key_size_, query_scratch_);
+    }
+
+    void multiply_scores(Matrix queries, int64_t count, int64_t seen) {
+        multiply<false>(queries, keys_transposed_, weights_, count, key_size_, whole_vectors(seen));
     }
 };
+
+template <class Number>
+void compute(const Request& request, int64_t segment, float* memory) {
+    for (int64_t head = 0; head < request.num_heads; ++head) {
+        Head<Number> one(request, segment, head, memory);
+        request.is_backward ? one.backward() : one.forward();
+    }
+}
 
 }  // namespace
 
 // Compute the forward or the backward pass of all heads of all segments. A query of a segment without keys gets zeros.
 // Return 0, or -1 if there is not enough memory.
 extern "C" int64_t compute_attention(const Request* request) {
-    const int64_t num_heads = request->num_heads, count = request->num_segments * num_heads;
-    const int64_t scores = request->query_offsets[request->num_segments] * request->longest * num_heads;
+    const int64_t count = request->num_segments * request->num_heads;
+    const int64_t scores = request->query_offsets[request->num_segments] * request->longest * request->num_heads;
     const int64_t num_threads = std::min({request->num_threads, count, 1 + scores / SCORES_PER_THREAD});
     try {
-        std::vector<float> memory(Head::size(*request) * num_threads);
+        const int64_t size = request->is_bfloat16 ? Head<Bfloat16>::size(*request) : Head<float>::size(*request);
+        std::vector<float> memory(size * num_threads);
         std::atomic<int64_t> next{0};
         const auto work = [&](int64_t number) {
+            float* const own = memory.data() + number * size;
             for (int64_t segment; (segment = next++) < request->num_segments;)
-                for (int64_t head = 0; head < num_heads; ++head) {
-                    Head one(*request, segment, head, memory.data() + number * Head::size(*request));
-                    request->is_backward ? one.backward() : one.forward();
-                }
+                request->is_bfloat16 ? compute<Bfloat16>(*request, segment, own) : compute<float>(*request, segment, own);
         };
         std::vector<std::thread> threads;
         threads.reserve(num_threads);

@@ -1,4 +1,4 @@
-// Vectors of floats, of the size that this processor has.
+// Vectors of floats, of the size that this processor has, and vectors of bfloat16 as floats.
 
 #pragma once
 
@@ -19,6 +19,8 @@ constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
 typedef float Floats __attribute__((vector_size(LANES * sizeof(float))));
 typedef int32_t Integers __attribute__((vector_size(LANES * sizeof(int32_t))));
+typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(uint32_t))));
+typedef uint16_t HalfWords __attribute__((vector_size(LANES * sizeof(uint16_t))));
 
 inline Floats load(const float* from) {
     Floats value;
@@ -27,6 +29,32 @@ inline Floats load(const float* from) {
 }
 
 inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
+
+struct Bfloat16 {
+    uint16_t bits;
+};
+
+inline Floats read(const float* from) { return load(from); }
+
+inline Floats read(const Bfloat16* from) {
+    HalfWords halves;
+    std::memcpy(&halves, from, sizeof halves);
+    const Words words = __builtin_convertvector(halves, Words) << 16;
+    Floats value;
+    std::memcpy(&value, &words, sizeof value);
+    return value;
+}
+
+inline void write(float* to, Floats value) { store(to, value); }
+
+// Round to nearest, ties to even. What is not finite stays so.
+inline void write(Bfloat16* to, Floats value) {
+    Words words;
+    std::memcpy(&words, &value, sizeof words);
+    words = (words + 0x7fff + ((words >> 16) & 1)) >> 16;
+    const HalfWords halves = __builtin_convertvector(words, HalfWords);
+    std::memcpy(to, &halves, sizeof halves);
+}
 
 inline Floats all(float value) { return value - Floats{}; }
 

@@ -19,7 +19,7 @@ from model.fast.captured_step import CapturedStep
 from model.fast.cast_weights import CastWeights
 from model.fast.compilation import CompiledForward
 from model.loss import PYTORCH_LOSS
-from model.packed_attention import PYTORCH_ATTENTION
+from model.packed_attention import FLASH_ATTENTION, PLAIN_ATTENTION
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 from pipeline.runtime.compiled_code import Program, load_program, missing_compiler
@@ -58,19 +58,22 @@ def choose_backend(
     notes: list[str] = []
     refuse_cuda_graphs(cuda_graphs, options)  # First, since these two refuse at once.
     compiles = should_compile(compiles, options, notes)
-    parts: dict[str, Any] = {"attention": PYTORCH_ATTENTION, "loss": PYTORCH_LOSS, "search": PYTORCH_SEARCH}
+    parts: dict[str, Any] = {"attention": PLAIN_ATTENTION, "loss": PYTORCH_LOSS, "search": PYTORCH_SEARCH}
     if _use_triton(kernels, options, network, on_gpu, notes):
         from model.fast.triton_attention import TRITON_ATTENTION
         from model.fast.triton_loss import TRITON_LOSS
 
         parts |= {"attention": TRITON_ATTENTION, "loss": TRITON_LOSS}
+    elif on_gpu and _flash_takes(precision, network):
+        parts["attention"] = FLASH_ATTENTION
     elif options["accelerator"] == "cpu" and kernels is None:
-        parts |= _compiled_programs(precision, network, compiles, notes)
-    in_blocks = parts["attention"] is PYTORCH_ATTENTION and not (on_gpu and _flash_takes(precision, network))
-    refuse_cuda_graphs(cuda_graphs, options, in_blocks)
+        parts |= _compiled_programs(precision, network, notes)
+    if parts["attention"] is PLAIN_ATTENTION and compiles:
+        compiles = False
+        notes.append("run.compile is ignored: plain attention cannot be compiled")
+    refuse_cuda_graphs(cuda_graphs, options, parts["attention"] is PLAIN_ATTENTION)
     return Backend(
         precision,
-        in_blocks,
         compiled=CompiledForward if compiles else None,
         cast_weights=CastWeights if on_gpu and precision.endswith("-mixed") else None,
         captured_step=CapturedStep if cuda_graphs else None,
@@ -79,13 +82,13 @@ def choose_backend(
     )
 
 
-def _compiled_programs(precision: str, network: NetworkSettings, compiles: bool, notes: list[str]) -> dict[str, Any]:
+def _compiled_programs(precision: str, network: NetworkSettings, notes: list[str]) -> dict[str, Any]:
     """Return the compiled parts that can and should be used, by their names in `Backend`; note which are missing."""
     is_float32 = precision in _FLOAT32
     loaders: dict[str, Callable[[], Any]] = {}
-    if is_float32 and not compiles and _attention_takes(network):
-        loaders["attention"] = lambda: load_compiled_attention().attention()
     if is_float32 or precision == "bf16-mixed":
+        if _compiled_attention_takes(network):
+            loaders["attention"] = lambda: load_compiled_attention().attention()
         loaders["loss"] = lambda: load_compiled_loss().functions()
     is_faster = is_float32 or (precision == "bf16-mixed" and network.d_model <= _SEARCHES_IN_FLOAT32)
     if is_faster and search_program.unsupported(network) is None:
@@ -102,7 +105,7 @@ def _compiled_programs(precision: str, network: NetworkSettings, compiles: bool,
     return parts
 
 
-def _attention_takes(network: NetworkSettings) -> bool:
+def _compiled_attention_takes(network: NetworkSettings) -> bool:
     """Return whether the compiled attention can compute the network's."""
     multiple = compiled_attention.HEAD_MULTIPLE
     takes_heads = network.key_size % multiple == network.value_size % multiple == 0
