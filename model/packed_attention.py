@@ -68,8 +68,8 @@ class PaddedSide(NamedTuple):
     """Where the tokens of a row are in padded groups, which follow one another."""
 
     tokens: Tensor
-    """int64 [P + 1], the token of each cell. A cell after a sentence's end has the sentence's last token. The last cell,
-    which belongs to no group, stands for all tokens of none."""
+    """int64 [P + 1], the token of each cell. A cell after a sentence's end has the sentence's last token. The last
+    cell belongs to no group and stands for all tokens of no sentence."""
     cells: Tensor
     """int64 [R], the cell of each token."""
     is_filler: Tensor
@@ -179,7 +179,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Ten
 
 
 def split_inputs(inputs: list[Tensor], size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return views of queries and keys [..., H * K] and values [..., H * V] of an attention's inputs; `size` is H * K."""
+    """Return views of queries and keys [..., H * K], where `size` is H * K, and of values [..., H * V]."""
     if len(inputs) == 1:
         query, key, value = inputs[0].split([size, size, inputs[0].size(-1) - 2 * size], -1)
         return query, key, value
@@ -187,6 +187,7 @@ def split_inputs(inputs: list[Tensor], size: int) -> tuple[Tensor, Tensor, Tenso
     return inputs[0], key, value
 
 
+@torch.autocast("cpu", enabled=False)  # It would round to 16 bits again what is computed in float32.
 def attend_in_groups(
     attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
     inputs: list[Tensor],
@@ -212,9 +213,12 @@ def attend_in_groups(
     padded, dtype = segments.padded, inputs[0].dtype
     assert padded is not None
     compute_dtype = _compute_dtype(inputs[0].device, dtype)
-    sides = (padded.queries, [group.num_queries for group in padded.groups]), (
-        padded.keys,
-        [group.num_keys for group in padded.groups],
+    sides = (
+        (padded.queries, [group.num_queries for group in padded.groups]),
+        (
+            padded.keys,
+            [group.num_keys for group in padded.groups],
+        ),
     )
     counts = [group.count for group in padded.groups]
     cells = []
@@ -223,14 +227,13 @@ def attend_in_groups(
         *by_group, _ = moved.split([*map(operator.mul, counts, lengths), 1])
         cells.append(by_group)
     results = []
-    with torch.autocast("cpu", enabled=False):  # It would round to 16 bits again.
-        for group, *own in zip(padded.groups, *cells, strict=True):
-            sentences = [x.unflatten(0, (group.count, -1)) for x in own]
-            query, key, value = (
-                x.unflatten(2, (num_heads, -1)).transpose(1, 2) for x in split_inputs(sentences, num_heads * d_k)
-            )
-            heads = attend(query, key, value, group.bias)
-            results.append(heads.transpose(1, 2).flatten(0, 1).flatten(1).to(dtype))
+    for group, *own in zip(padded.groups, *cells, strict=True):
+        sentences = [x.unflatten(0, (group.count, -1)) for x in own]
+        query, key, value = (
+            x.unflatten(2, (num_heads, -1)).transpose(1, 2) for x in split_inputs(sentences, num_heads * d_k)
+        )
+        heads = attend(query, key, value, group.bias)
+        results.append(heads.transpose(1, 2).flatten(0, 1).flatten(1).to(dtype))
     width = inputs[-1].size(1) - (2 if len(inputs) == 1 else 1) * num_heads * d_k
     result = torch.cat([*results, inputs[0].new_zeros(1, width)])
     return _Move.apply(result, padded.queries.cells, padded.queries.tokens, padded.queries.is_filler)

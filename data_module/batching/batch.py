@@ -42,9 +42,10 @@ class LengthGroup(NamedTuple):
 class PackedBatch:
     """One micro-batch of training: a row of source sentences and a row of target sentences.
 
-    Shapes: R is the length of the source row and M that of the target row. Sentences lie end to end, and padding follows
-    them: its id and label are the padding symbol, and nothing depends on it. Padding is divided into segments that are
-    not longer than the longest sentence; the number of segments is constant, and so are R and M if `RowShape.constant`.
+    Shapes: R is the length of the source row and M that of the target row. Sentences lie end to end, the longest first,
+    and padding follows them: its id and label are the padding symbol, and nothing depends on it. Padding is divided
+    into segments that are not longer than the longest sentence; the number of segments is constant, and so are R and M
+    if `RowShape.constant`.
     """
 
     source: Tensor

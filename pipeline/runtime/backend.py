@@ -56,8 +56,7 @@ def choose_backend(
     on_gpu = _on_gpu(options)
     precision = str(options["precision"])
     notes: list[str] = []
-    refuse_cuda_graphs(cuda_graphs, options)  # First, since these two refuse at once.
-    compiles = should_compile(compiles, options, notes)
+    refuse_cuda_graphs(cuda_graphs, options)  # First, since it refuses at once.
     parts: dict[str, Any] = {"attention": PLAIN_ATTENTION, "loss": PYTORCH_LOSS, "search": PYTORCH_SEARCH}
     if _use_triton(kernels, options, network, on_gpu, notes):
         from model.fast.triton_attention import TRITON_ATTENTION
@@ -68,10 +67,9 @@ def choose_backend(
         parts["attention"] = FLASH_ATTENTION
     elif options["accelerator"] == "cpu" and kernels is None:
         parts |= _compiled_programs(precision, network, notes)
-    if parts["attention"] is PLAIN_ATTENTION and compiles:
-        compiles = False
-        notes.append("run.compile is ignored: plain attention cannot be compiled")
-    refuse_cuda_graphs(cuda_graphs, options, parts["attention"] is PLAIN_ATTENTION)
+    is_plain = parts["attention"] is PLAIN_ATTENTION
+    compiles = should_compile(compiles, options, is_plain, notes)
+    refuse_cuda_graphs(cuda_graphs, options, is_plain)
     return Backend(
         precision,
         compiled=CompiledForward if compiles else None,
@@ -168,21 +166,25 @@ def _on_gpu(options: dict[str, Any]) -> bool:
     return options["accelerator"] in ("auto", "gpu", "cuda") and torch.cuda.is_available()
 
 
-def should_compile(requested: bool | None, options: dict[str, Any], notes: list[str]) -> bool:
-    """Return whether to train with torch.compile: by default on a GPU, where it can compile.
+def should_compile(requested: bool | None, options: dict[str, Any], is_plain: bool, notes: list[str]) -> bool:
+    """Return whether to train with torch.compile: by default on a GPU, where there is a compiler.
 
     Args:
         requested: `run.compile`.
         options: accelerator, as `trainer_options` returns it.
-        notes: gets a line if training would be faster with a compiler, and there is none.
+        is_plain: attention is plain: its groups of sentences differ in shape from step to step.
+        notes: gets a line if training would be faster with a compiler, and there is none; or if `requested` is ignored.
 
     Raises:
         InputError: compilation is requested, and there is no compiler.
     """
-    on_gpu = _on_gpu(options)
-    if requested is False or (requested is None and not on_gpu):
+    obstacle = "plain attention cannot be compiled" if is_plain else None
+    obstacle = obstacle if _on_gpu(options) else "it is for GPUs"
+    if requested and obstacle:
+        notes.append(f"run.compile is ignored: {obstacle}")
+    if requested is False or obstacle:
         return False
-    missing = missing_compiler(on_gpu)
+    missing = missing_compiler(on_gpu=True)
     if missing is None:
         return True
     if requested:
@@ -192,21 +194,21 @@ def should_compile(requested: bool | None, options: dict[str, Any], notes: list[
     return False
 
 
-def refuse_cuda_graphs(requested: bool | None, options: dict[str, Any], in_blocks: bool = False) -> None:
+def refuse_cuda_graphs(requested: bool | None, options: dict[str, Any], is_plain: bool = False) -> None:
     """Raise InputError where `run.cuda_graphs` is true and steps cannot be recorded.
 
     Args:
         requested: `run.cuda_graphs`.
         options: accelerator and devices, as `trainer_options` returns them.
-        in_blocks: the layout of rows, if it is known already.
+        is_plain: attention is plain.
     """
     obstacle = None
     if not _on_gpu(options):
         obstacle = "they need a GPU"
     elif num_ranks(options) > 1:
         obstacle = "they are for one GPU, since DDP exchanges gradients within a step"
-    elif in_blocks:
-        obstacle = "rows in blocks, which no kernel here can avoid, differ in shape from step to step"
+    elif is_plain:
+        obstacle = "plain attention, which no kernel here can avoid, differs in shape from step to step"
     if requested and obstacle:
         raise InputError(f"run.cuda_graphs: {obstacle}; set it to false, and steps run kernel by kernel")
 

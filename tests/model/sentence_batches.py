@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -96,9 +97,7 @@ def arguments(
     )
 
 
-def states(
-    network: Transformer, batch: PackedBatch | PaddedBatch, attention: Attention = PLAIN_ATTENTION
-) -> Tensor:
+def states(network: Transformer, batch: PackedBatch | PaddedBatch, attention: Attention = PLAIN_ATTENTION) -> Tensor:
     """Return the decoder states of a batch, in the dtype of the network."""
     if isinstance(batch, PaddedBatch):
         return PaddedTransformer(network)(batch.source, batch.target_input, batch.source_mask)
@@ -146,3 +145,16 @@ def sentence_by_sentence(query: Tensor, key: Tensor, value: Tensor, segments: Se
         assert max(end - start for start, end in pairwise(offsets)) <= segments.longest
         parts.append([slice(*ends) for ends in pairwise(offsets)])
     return attention_of_parts((query, key, value), zip(*parts, strict=True), segments.is_causal)
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+    """Stand in for variable-length flash attention, which needs a GPU, in a form that the compiler can trace."""
+    own, other = (
+        torch.searchsorted(offsets, torch.arange(rows.size(0), dtype=offsets.dtype), right=True)
+        for offsets, rows in ((segments.query_offsets, query), (segments.key_offsets, key))
+    )
+    allowed = own[:, None] == other
+    if segments.is_causal:
+        allowed &= torch.ones_like(allowed).tril()
+    heads = F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in (query, key, value)), attn_mask=allowed)
+    return heads.transpose(0, 1).flatten(1)
