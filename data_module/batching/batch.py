@@ -233,7 +233,7 @@ def length_groups(source_lengths: NDArray[np.integer], target_lengths: NDArray[n
     lengths = np.maximum(source_lengths, target_lengths)
     groups, first = [], 0
     while first < len(lengths):
-        shortest = min(lengths[first] - _SIMILAR_TOKENS, int(_SIMILAR_SHARE * lengths[first]))
+        shortest = min(lengths[first] - _SIMILAR_TOKENS, ceil(_SIMILAR_SHARE * lengths[first]))
         end = int(np.searchsorted(-lengths, -shortest, "right"))
         source, target = (int(side[first:end].max()) for side in (source_lengths, target_lengths))
         groups.append(LengthGroup(end - first, source, target))

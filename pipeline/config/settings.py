@@ -33,7 +33,8 @@ class RunSettings:
     log_every_steps: int = 50
     """Optimizer steps between logged points of training metrics."""
     compile: bool | None = None
-    """Train with torch.compile; if null, on a GPU only. The first start then takes a few minutes."""
+    """Train with torch.compile; if null, where it can be: on a GPU, but not with plain attention. The first start then
+    takes a few minutes."""
     kernels: Literal["triton", "pytorch"] | None = None
     """Kernels of attention and the loss. If null, the project's own where they can run: those in Triton on a GPU, and
     those in C++ on a CPU. Else PyTorch's."""
