@@ -87,7 +87,7 @@ class Watch(Callback):
 def make_shares() -> list[RankBatch]:
     """Return steps of one to three micro-batches of one shape, of different sentences and numbers of target tokens."""
     parts: list[Lengths] = [[(3 + number, 9), (9, 2 + number)] * (2 + number % 3) for number in range(12)]
-    shape = row_shape(parts, in_blocks=False)
+    shape = row_shape(parts)
     steps = (parts[:1], parts[1:3], parts[3:6], parts[6:8], parts[8:9], parts[9:12])
     return [packed(step, shape=shape, num_target_tokens=200 + 7 * number) for number, step in enumerate(steps)]
 
