@@ -1,9 +1,10 @@
 // Attention (equation 1) over sentences that lie end to end in a row, on a CPU, and its gradients.
 //
 // A sentence's weights of a few queries are in the cache from the first product to the last one. They are not kept: the
-// backward pass computes them again from the logarithm of each query's normalizer. Numbers in bfloat16 are converted to
-// float32 one head of a sentence at a time, and all sums are in float32. A sentence's results do not depend on the
-// others or on the number of threads. C++17, no library; compile with
+// backward pass computes them again from the logarithm of each query's normalizer. One head of a sentence at a time is
+// copied, which converts bfloat16 to float32: rows that follow one another in memory are read faster than the parts of
+// long rows. All sums are in float32. A sentence's results do not depend on the others or on the number of threads.
+// C++17, no library; compile with
 //     g++ -std=c++17 -O3 -march=native -fPIC -shared -pthread attention.cpp -o attention.so
 
 #include <algorithm>
@@ -13,7 +14,6 @@
 #include <cstring>
 #include <exception>
 #include <thread>
-#include <type_traits>
 #include <vector>
 
 #include "vectors.h"
@@ -34,12 +34,7 @@ struct MatrixOf {
 
 using Matrix = MatrixOf<float>;
 
-// Return the matrix to compute with: the given one, or for bfloat16 a place in `scratch`, to which `copy` copies it.
-inline Matrix place(Matrix given, Matrix) { return given; }
-inline Matrix place(MatrixOf<Bfloat16>, Matrix scratch) { return scratch; }
-
-// Copy [rows, columns] between the types; floats are used where they are. The number of columns is a multiple of LANES.
-inline void copy(Matrix, Matrix, int64_t, int64_t) {}
+// Copy [rows, columns], and convert them if the types differ. The number of columns is a multiple of LANES.
 template <class From, class To>
 void copy(MatrixOf<From> from, MatrixOf<To> to, int64_t rows, int64_t columns) {
     for (int64_t i = 0; i < rows; ++i)
@@ -66,40 +61,37 @@ inline void multiply_tile(Matrix a, Matrix b, Matrix c, int64_t depth, bool add)
         }
 }
 
-template <bool TRANSPOSED, int ROWS>
-inline void multiply_rows(Matrix a, Matrix b, Matrix c, int64_t depth, int64_t columns, bool add) {
-    int64_t j = 0;
-    for (; j + 2 * LANES <= columns; j += 2 * LANES)
-        multiply_tile<TRANSPOSED, ROWS, 2>(a, b.from(0, j), c.from(0, j), depth, add);
-    if (j < columns) multiply_tile<TRANSPOSED, ROWS, 1>(a, b.from(0, j), c.from(0, j), depth, add);
+// The same for all rows: ROWS at a time as long as there are so many, then half of that.
+template <bool TRANSPOSED, int ROWS, int VECTORS>
+void multiply_columns(Matrix a, Matrix b, Matrix c, int64_t rows, int64_t depth, bool add) {
+    int64_t i = 0;
+    const auto from = [&] { return TRANSPOSED ? a.from(0, i) : a.from(i, 0); };
+    for (; i + ROWS <= rows; i += ROWS) multiply_tile<TRANSPOSED, ROWS, VECTORS>(from(), b, c.from(i, 0), depth, add);
+    if constexpr (ROWS > 1)
+        if (i < rows) multiply_columns<TRANSPOSED, ROWS / 2, VECTORS>(from(), b, c.from(i, 0), rows - i, depth, add);
 }
 
-// c = a b or, if `add`, c += a b. The number of columns is a multiple of LANES.
+// c = a b or, if `add`, c += a b. The number of columns is a multiple of LANES. A tile has eight sums, of which a
+// processor needs about so many at a time.
 template <bool TRANSPOSED>
 void multiply(Matrix a, Matrix b, Matrix c, int64_t rows, int64_t depth, int64_t columns, bool add = false) {
-    const auto from = [&](int64_t i) { return TRANSPOSED ? a.from(0, i) : a.from(i, 0); };
-    int64_t i = 0;
-    for (; i + 4 <= rows; i += 4) multiply_rows<TRANSPOSED, 4>(from(i), b, c.from(i, 0), depth, columns, add);
-    switch (rows - i) {
-        case 3: return multiply_rows<TRANSPOSED, 3>(from(i), b, c.from(i, 0), depth, columns, add);
-        case 2: return multiply_rows<TRANSPOSED, 2>(from(i), b, c.from(i, 0), depth, columns, add);
-        case 1: return multiply_rows<TRANSPOSED, 1>(from(i), b, c.from(i, 0), depth, columns, add);
-    }
+    int64_t j = 0;
+    for (; j + 2 * LANES <= columns; j += 2 * LANES)
+        multiply_columns<TRANSPOSED, 4, 2>(a, b.from(0, j), c.from(0, j), rows, depth, add);
+    if (j < columns) multiply_columns<TRANSPOSED, 8, 1>(a, b.from(0, j), c.from(0, j), rows, depth, add);
 }
 
 inline int64_t whole_vectors(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
 
 // Write the transpose of [rows, columns], times a factor. Its rows are filled up to whole vectors with their last number.
 void transpose(Matrix from, Matrix to, int64_t rows, int64_t columns, float factor) {
-    for (int64_t i = 0; i < rows; i += LANES) {
-        const float* sources[LANES];
-        for (int lane = 0; lane < LANES; ++lane) sources[lane] = from.from(std::min(i + lane, rows - 1), 0).at;
-        for (int64_t j = 0; j < columns; ++j) {
-            Floats value;  // Stored whole, since a load of several stores would wait for them.
-            for (int lane = 0; lane < LANES; ++lane) value[lane] = sources[lane][j];
-            store(to.from(j, i).at, value * factor);
+    for (int64_t i = 0; i < rows; i += LANES)
+        for (int64_t j = 0; j < columns; j += LANES) {
+            Floats square[LANES];
+            for (int k = 0; k < LANES; ++k) square[k] = load(from.from(std::min(i + k, rows - 1), j).at);
+            transpose(square);
+            for (int k = 0; k < LANES; ++k) store(to.from(j + k, i).at, square[k] * factor);
         }
-    }
 }
 
 // Replace all but the first `count` numbers by 0. Masks, since a vector that was written in parts is slow to load.
@@ -179,79 +171,61 @@ public:
         };
         weights_ = take(QUERIES, width), grad_weights_ = take(QUERIES, width);
         keys_transposed_ = take(key_size_, width), values_transposed_ = take(value_size_, width);
-        if (!std::is_same<Number, float>::value) {
-            query_scratch_ = take(QUERIES, key_size_), grad_query_scratch_ = take(QUERIES, key_size_);
-            result_scratch_ = take(QUERIES, value_size_);
-            key_scratch_ = take(width, key_size_), grad_key_scratch_ = take(width, key_size_);
-            value_scratch_ = take(width, value_size_), grad_value_scratch_ = take(width, value_size_);
-        }
+        queries_ = take(QUERIES, key_size_), grad_queries_ = take(QUERIES, key_size_);
+        result_ = take(QUERIES, value_size_);
+        keys_ = take(width, key_size_), grad_keys_ = take(width, key_size_);
+        values_ = take(width, value_size_), grad_values_ = take(width, value_size_);
     }
 
     static int64_t size(const Request& request) {
         const int64_t width = whole_vectors(request.longest), sizes = request.key_size + request.value_size;
-        const int64_t scratch = QUERIES * (sizes + request.key_size) + 2 * width * sizes;
-        return (2 * QUERIES + sizes) * width + (std::is_same<Number, float>::value ? 0 : scratch);
+        return QUERIES * (2 * width + sizes + request.key_size) + 3 * width * sizes;
     }
 
     void forward() {
-        const Matrix keys = read_keys();
-        const Matrix values = read_rows(request_.values, first_key_, num_keys_, value_size_, value_scratch_);
-        transpose(keys, keys_transposed_, num_keys_, key_size_, scale());
+        read_keys_and_values();
         for (int64_t first = 0; first < num_queries_; first += QUERIES) {
             const int64_t count = std::min(QUERIES, num_queries_ - first), seen = visible(first + count - 1);
-            multiply_scores(read_queries(first, count), count, seen);
+            multiply_scores(first, count, seen);
             for (int64_t i = 0; i < count; ++i)
                 *normalizer(first + i) = softmax(weights_.from(i, 0).at, visible(first + i), whole_vectors(seen));
-            const MatrixOf<Number> result = part(request_.result, first_query_ + first, value_size_);
-            const Matrix computed = place(result, result_scratch_);
-            multiply<false>(weights_, values, computed, count, seen, value_size_);
-            copy(computed, result, count, value_size_);
+            multiply<false>(weights_, values_, result_, count, seen, value_size_);
+            copy(result_, part(request_.result, first_query_ + first, value_size_), count, value_size_);
         }
     }
 
     void backward() {
-        const Matrix keys = read_keys();
-        const Matrix values = read_rows(request_.values, first_key_, num_keys_, value_size_, value_scratch_);
-        transpose(keys, keys_transposed_, num_keys_, key_size_, scale());
-        transpose(values, values_transposed_, num_keys_, value_size_, 1.0f);
-        const MatrixOf<Number> grad_keys = part(request_.grad_keys, first_key_, key_size_);
-        const MatrixOf<Number> grad_values = part(request_.grad_values, first_key_, value_size_);
-        const Matrix key_sums = place(grad_keys, grad_key_scratch_), value_sums = place(grad_values, grad_value_scratch_);
-        for (int64_t j = 0; j < num_keys_; ++j) {
-            std::fill_n(key_sums.from(j, 0).at, key_size_, 0.0f);
-            std::fill_n(value_sums.from(j, 0).at, value_size_, 0.0f);
-        }
+        read_keys_and_values();
+        transpose(values_, values_transposed_, num_keys_, value_size_, 1.0f);
+        std::fill_n(grad_keys_.at, num_keys_ * key_size_, 0.0f);
+        std::fill_n(grad_values_.at, num_keys_ * value_size_, 0.0f);
         for (int64_t first = 0; first < num_queries_; first += QUERIES) {
             const int64_t count = std::min(QUERIES, num_queries_ - first), seen = visible(first + count - 1);
             const int64_t end = whole_vectors(seen);
-            const Matrix queries = read_queries(first, count);
-            const Matrix gradient =
-                read_rows(request_.gradient, first_query_ + first, count, value_size_, result_scratch_);
-            multiply_scores(queries, count, seen);
+            const Matrix gradient = result_;
+            copy(part(request_.gradient, first_query_ + first, value_size_), gradient, count, value_size_);
+            multiply_scores(first, count, seen);
             multiply<false>(gradient, values_transposed_, grad_weights_, count, value_size_, end);
             for (int64_t i = 0; i < count; ++i) {
                 float* const weights = weights_.from(i, 0).at;
                 softmax(weights, visible(first + i), end, *normalizer(first + i));
                 softmax_gradient(weights, grad_weights_.from(i, 0).at, end, scale());
             }
-            const MatrixOf<Number> grad_queries = part(request_.grad_queries, first_query_ + first, key_size_);
-            const Matrix query_sums = place(grad_queries, grad_query_scratch_);
-            multiply<true>(weights_, gradient, value_sums, seen, count, value_size_, true);
-            multiply<false>(grad_weights_, keys, query_sums, count, seen, key_size_);
-            multiply<true>(grad_weights_, queries, key_sums, seen, count, key_size_, true);
-            copy(query_sums, grad_queries, count, key_size_);
+            multiply<true>(weights_, gradient, grad_values_, seen, count, value_size_, true);
+            multiply<false>(grad_weights_, keys_, grad_queries_, count, seen, key_size_);
+            multiply<true>(grad_weights_, queries_, grad_keys_, seen, count, key_size_, true);
+            copy(grad_queries_, part(request_.grad_queries, first_query_ + first, key_size_), count, key_size_);
         }
-        copy(key_sums, grad_keys, num_keys_, key_size_);
-        copy(value_sums, grad_values, num_keys_, value_size_);
+        copy(grad_keys_, part(request_.grad_keys, first_key_, key_size_), num_keys_, key_size_);
+        copy(grad_values_, part(request_.grad_values, first_key_, value_size_), num_keys_, value_size_);
     }
 
 private:
     const Request& request_;
     int64_t head_, key_size_, value_size_, first_query_, first_key_, num_queries_, num_keys_;
     Matrix weights_, grad_weights_, keys_transposed_, values_transposed_;
-    // For bfloat16: queries and result (or its gradient) of a few rows, keys and values of all.
-    Matrix query_scratch_{}, grad_query_scratch_{}, result_scratch_{};
-    Matrix key_scratch_{}, grad_key_scratch_{}, value_scratch_{}, grad_value_scratch_{};
+    Matrix queries_, grad_queries_, result_;             // of a few queries; the result or its gradient
+    Matrix keys_, values_, grad_keys_, grad_values_;  // of the whole segment
 
     float scale() const { return 1.0f / std::sqrt(float(key_size_)); }
 
@@ -265,21 +239,15 @@ private:
         return MatrixOf<Number>{static_cast<Number*>(of.at), of.row}.from(row, head_ * width);
     }
 
-    Matrix read_rows(Tensor of, int64_t first, int64_t count, int64_t width, Matrix scratch) const {
-        const MatrixOf<Number> rows = part(of, first, width);
-        const Matrix floats = place(rows, scratch);
-        copy(rows, floats, count, width);
-        return floats;
+    void read_keys_and_values() {
+        copy(part(request_.keys, first_key_, key_size_), keys_, num_keys_, key_size_);
+        copy(part(request_.values, first_key_, value_size_), values_, num_keys_, value_size_);
+        transpose(keys_, keys_transposed_, num_keys_, key_size_, scale());
     }
 
-    Matrix read_keys() const { return read_rows(request_.keys, first_key_, num_keys_, key_size_, key_scratch_); }
-
-    Matrix read_queries(int64_t first, int64_t count) const {
-        return read_rows(request_.queries, first_query_ + first, count, key_size_, query_scratch_);
-    }
-
-    void multiply_scores(Matrix queries, int64_t count, int64_t seen) {
-        multiply<false>(queries, keys_transposed_, weights_, count, key_size_, whole_vectors(seen));
+    void multiply_scores(int64_t first, int64_t count, int64_t seen) {
+        copy(part(request_.queries, first_query_ + first, key_size_), queries_, count, key_size_);
+        multiply<false>(queries_, keys_transposed_, weights_, count, key_size_, whole_vectors(seen));
     }
 };
 

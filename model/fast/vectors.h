@@ -2,9 +2,11 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 namespace {
 
@@ -59,6 +61,29 @@ inline void write(Bfloat16* to, Floats value) {
 inline Floats all(float value) { return value - Floats{}; }
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+// Return a_0, b_0, a_1, b_1, ... of the lower halves of two vectors or, if HIGH, of the upper ones.
+template <bool HIGH, int... I>
+inline Floats zip(Floats a, Floats b, std::integer_sequence<int, I...>) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, (I % 2 * LANES + (HIGH ? LANES / 2 : 0) + I / 2)...);
+#else
+    return __builtin_shuffle(a, b, Integers{(I % 2 * LANES + (HIGH ? LANES / 2 : 0) + I / 2)...});
+#endif
+}
+
+// Transpose a square. Each round moves the last bit of a row's number to the front of a column's.
+inline void transpose(Floats (&rows)[LANES]) {
+    constexpr auto places = std::make_integer_sequence<int, LANES>();
+    for (int round = 1; round < LANES; round *= 2) {
+        Floats zipped[LANES];
+        for (int i = 0; i < LANES / 2; ++i) {
+            zipped[2 * i] = zip<false>(rows[i], rows[i + LANES / 2], places);
+            zipped[2 * i + 1] = zip<true>(rows[i], rows[i + LANES / 2], places);
+        }
+        std::copy_n(zipped, LANES, rows);
+    }
+}
 
 // Halve a vector until one element is left.
 template <int WIDTH, class Combine>
