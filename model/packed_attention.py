@@ -77,9 +77,9 @@ class PaddedSide(NamedTuple):
 
 
 class PaddedGroup(NamedTuple):
-    """Sentences of similar length: B sentences, T queries, S keys."""
+    """Sentences of similar length."""
 
-    count: int
+    num_sentences: int
     """B."""
     num_queries: int
     """T."""
@@ -116,22 +116,15 @@ def packed_segments(
     if attention.reads_ids:
         source_ids = _segment_ids(source, batch.source.numel())
         target_ids = _segment_ids(target, batch.target_input.numel())
-    padded: list[PaddedGroups | None] = [None] * 3
+    encoder = decoder = cross = None
     if attention.function is None:
-        padded = [*_padded_groups(batch, _compute_dtype(source.device, dtype))]
-    encoder, decoder, cross = (
-        Segments(query, key, batch.longest, is_causal, attention.function, *ids, groups)
-        for (query, key, is_causal, *ids), groups in zip(
-            (
-                (source, source, False, source_ids, source_ids),
-                (target, target, True, target_ids, target_ids),
-                (target, source, False, target_ids, source_ids),
-            ),
-            padded,
-            strict=True,
-        )
+        encoder, decoder, cross = _padded_groups(batch, _compute_dtype(source.device, dtype))
+    longest, kernel = batch.longest, attention.function
+    return (
+        Segments(source, source, longest, False, kernel, source_ids, source_ids, encoder),
+        Segments(target, target, longest, True, kernel, target_ids, target_ids, decoder),
+        Segments(target, source, longest, False, kernel, target_ids, source_ids, cross),
     )
-    return encoder, decoder, cross
 
 
 def _segment_ids(offsets: Tensor, num_tokens: int) -> Tensor:
@@ -220,7 +213,7 @@ def attend_in_groups(
             [group.num_keys for group in padded.groups],
         ),
     )
-    counts = [group.count for group in padded.groups]
+    counts = [group.num_sentences for group in padded.groups]
     cells = []
     for x, (side, lengths) in zip(inputs, sides, strict=False):
         moved = _Move.apply(x, side.tokens, side.cells, None).to(compute_dtype)
@@ -228,7 +221,7 @@ def attend_in_groups(
         cells.append(by_group)
     results = []
     for group, *own in zip(padded.groups, *cells, strict=True):
-        sentences = [x.unflatten(0, (group.count, -1)) for x in own]
+        sentences = [x.unflatten(0, (group.num_sentences, -1)) for x in own]
         query, key, value = (
             x.unflatten(2, (num_heads, -1)).transpose(1, 2) for x in split_inputs(sentences, num_heads * d_k)
         )
@@ -262,7 +255,7 @@ def _compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 def _padded_groups(batch: PackedBatch, dtype: torch.dtype) -> tuple[PaddedGroups, PaddedGroups, PaddedGroups]:
     """Return the groups of the encoder, of the decoder's self-attention and of its cross-attention."""
-    counts = [group.count for group in batch.groups]
+    counts = [group.num_pairs for group in batch.groups]
     sources = [group.longest_source for group in batch.groups]
     targets = [group.longest_target for group in batch.groups]
     source, hides_sources = _padded_side(batch.source_offsets, batch.source.numel(), counts, sources, dtype)

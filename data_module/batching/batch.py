@@ -30,8 +30,7 @@ class SpecialIds:
 class LengthGroup(NamedTuple):
     """Sentence pairs of similar length that follow one another in the rows of a micro-batch."""
 
-    count: int
-    """Number of pairs."""
+    num_pairs: int
     longest_source: int
     """Length of the longest source, including EOS."""
     longest_target: int
@@ -265,7 +264,8 @@ def _end_to_end(
         divided = size - rest + np.arange(num_padding + 1) * rest // num_padding
         offsets[len(lengths) : len(lengths) + num_padding + 1] = divided
         sides.append(offsets)
-    return PackedShape(*sizes, shape.segments, length_groups(source, target)), sides[0], sides[1]
+    packed = PackedShape(sizes[0], sizes[1], shape.segments, length_groups(source, target))
+    return packed, sides[0], sides[1]
 
 
 def _places(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -161,9 +161,9 @@ def _agrees_on(program: CompiledAttention, dtype: torch.dtype, is_causal: bool) 
     def sentence_by_sentence(x: Tensor) -> Tensor:
         results = []
         for sentence in x.float().split(lengths):
-            heads = (y.unflatten(1, (num_heads, size)).transpose(0, 1)[None] for y in sentence.chunk(3, 1))
+            query, key, value = (y.unflatten(1, (num_heads, size)).transpose(0, 1)[None] for y in sentence.chunk(3, 1))
             bias = torch.full((len(sentence), len(sentence)), -math.inf).triu(1) if is_causal else None
-            results.append(attention(*heads, bias)[0].transpose(0, 1).flatten(1))
+            results.append(attention(query, key, value, bias)[0].transpose(0, 1).flatten(1))
         return torch.cat(results)
 
     results = []

@@ -63,7 +63,7 @@ def choose_backend(
         from model.fast.triton_loss import TRITON_LOSS
 
         parts |= {"attention": TRITON_ATTENTION, "loss": TRITON_LOSS}
-    elif on_gpu and _flash_takes(precision, network):
+    elif flash_takes(options, network):
         parts["attention"] = FLASH_ATTENTION
     elif options["accelerator"] == "cpu" and kernels is None:
         parts |= _compiled_programs(precision, network, notes)
@@ -213,12 +213,18 @@ def refuse_cuda_graphs(requested: bool | None, options: dict[str, Any], is_plain
         raise InputError(f"run.cuda_graphs: {obstacle}; set it to false, and steps run kernel by kernel")
 
 
-def _flash_takes(precision: str, network: NetworkSettings) -> bool:
-    """Return whether PyTorch's variable-length flash attention can compute the network's attention on a GPU."""
+def flash_takes(options: dict[str, Any], network: NetworkSettings) -> bool:
+    """Return whether this is a GPU on which PyTorch's variable-length flash attention can compute the network's."""
+    if not _on_gpu(options):
+        return False
     d_k, d_v = network.key_size, network.value_size
     takes_heads = d_k == d_v and d_k % 8 == 0 and d_k <= 256 and not network.attention_dropout
     takes_heads &= network.self_attention == NetworkSettings.self_attention
-    return precision.startswith(("bf16", "16")) and takes_heads and torch.cuda.get_device_capability() >= (8, 0)
+    return (
+        str(options["precision"]).startswith(("bf16", "16"))
+        and takes_heads
+        and torch.cuda.get_device_capability() >= (8, 0)
+    )
 
 
 def choose_search(

@@ -242,7 +242,7 @@ def check_trainer(context: CheckContext) -> Iterator[CheckResult]:
     """Check that the machine can train as the recipe asks for: Lightning's options and the backend."""
     import torch
 
-    from pipeline.runtime.backend import refuse_cuda_graphs, should_compile
+    from pipeline.runtime.backend import flash_takes, refuse_cuda_graphs, should_compile
     from pipeline.runtime.devices import gpus_mistake, num_ranks
     from pipeline.training.trainer import make_trainer, trainer_options
 
@@ -269,7 +269,7 @@ def check_trainer(context: CheckContext) -> Iterator[CheckResult]:
         yield from (one for one in check_backend(context) if not one.ok or (context.for_doctor and is_alone))
         return
     # Nothing else can be wrong; the whole choice, which takes time, is made and said when training starts.
-    should_compile(run.compile, options, [])
+    should_compile(run.compile, options, not flash_takes(options, recipe.network), [])
     refuse_cuda_graphs(run.cuda_graphs, options)
 
 

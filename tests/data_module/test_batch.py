@@ -87,8 +87,8 @@ def test_groups_of_similar_length() -> None:
     rng = np.random.default_rng(1)
     lengths = -np.sort(-rng.integers(1, 300, (2, 1000)).max(0))
     groups = length_groups(lengths, lengths)
-    assert sum(group.count for group in groups) == len(lengths)
-    padded = sum(group.count * group.longest_source**2 for group in groups)
+    assert sum(group.num_pairs for group in groups) == len(lengths)
+    padded = sum(group.num_pairs * group.longest_source**2 for group in groups)
     assert padded <= 1.5 * (lengths**2).sum()
     assert len(groups) < 25
 
