@@ -40,7 +40,6 @@ class TranslationDataModule(LightningDataModule):
         settings: BatchSettings,
         special: SpecialIds,
         seed: int,
-        in_blocks: bool = True,
         corpus_settings: CorpusSettings | None = None,
         constant_rows: bool = True,
     ) -> None:
@@ -51,10 +50,9 @@ class TranslationDataModule(LightningDataModule):
             settings: the recipe's `batches:`.
             special: ids of the padding, begin and end symbols.
             seed: seed of the order of pairs.
-            in_blocks: place sentences in blocks instead of end to end; see `model/packed_attention.py`.
             corpus_settings: the recipe's `corpus:`, for the weights of its sources; None for each pair once in each
                 epoch.
-            constant_rows: give all rows that are not in blocks one length; see `RowShape`.
+            constant_rows: give all rows of a side one length; see `RowShape`.
 
         Raises InputError when the longest sentence does not fit in a batch.
         """
@@ -63,7 +61,7 @@ class TranslationDataModule(LightningDataModule):
         self.settings = settings
         self.special = special
         self.seed = seed
-        self.in_blocks, self.constant_rows = in_blocks, constant_rows
+        self.constant_rows = constant_rows
         self.train_variants = open_variants(folder)
         """The encodings of the training pairs that epochs take in turn."""
         self.train_corpus = self.train_variants[0]
@@ -90,7 +88,6 @@ class TranslationDataModule(LightningDataModule):
                 batch_tokens=self.settings.batch_tokens,
                 max_tokens_per_device=self.settings.max_tokens_per_device,
                 world_size=world_size,
-                in_blocks=self.in_blocks,
                 constant=self.constant_rows,
             )
         except ValueError as error:

@@ -6,7 +6,7 @@ all. Unlike the paper's formulas, the projections have biases, as in torch.nn.Mu
 
 Each attention is written for two layouts. `rows` is for training: sentences are packed into rows, see
 `packed_attention.py`. The other methods are for padded batches: validation, decoding and all exports use them, see
-`padded_transformer.py`. All of these go through `attend`.
+`padded_transformer.py`. All of these go through `attend`, and so does `rows` where no kernel computes attention.
 """
 
 import math
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.packed_attention import Segments, cross_attention, self_attention
+from model.packed_attention import Segments, attend_in_groups
 from model.settings import NetworkSettings
 
 
@@ -96,6 +96,22 @@ class Attention(nn.Module):
         """Compute `attention` with the recipe's dropout. `attention_maps` calls it with other values."""
         return attention(query, key, value, bias, self.dropout if self.training else 0.0)
 
+    def attend_rows(self, inputs: list[Tensor], segments: Segments) -> Tensor:
+        """Compute attention over packed rows: by the backend's kernel, or else by `attend` over padded groups.
+
+        Args:
+            inputs: queries, keys and values [R, H * (2 K + V)]; or queries [M, H * K] and keys and values
+                [R, H * (K + V)].
+            segments: which tokens attend to which.
+
+        Returns:
+            [R or M, H * V].
+        """
+        if segments.kernel is None:
+            return attend_in_groups(self.attend, inputs, segments, self.num_heads, self.d_k)
+        dropout = self.dropout if self.training else 0.0
+        return segments.kernel(inputs, segments, self.num_heads, self.d_k, dropout)
+
 
 class SelfAttention(Attention):
     """Self-attention. One matrix product computes queries, keys and values."""
@@ -143,9 +159,7 @@ class SelfAttention(Attention):
 
     def rows(self, x: Tensor, segments: Segments) -> Tensor:
         """Map the tokens x [R, D] of packed rows to [R, D]."""
-        projected = self.query_key_value(x)
-        dropout = self.dropout if self.training else 0.0
-        return self.output(self_attention(projected, segments, self.num_heads, self.d_k, dropout))
+        return self.output(self.attend_rows([self.query_key_value(x)], segments))
 
 
 class CrossAttention(Attention):
@@ -173,6 +187,4 @@ class CrossAttention(Attention):
 
     def rows(self, x: Tensor, memory: Tensor, segments: Segments) -> Tensor:
         """Map the target tokens x [M, D] of packed rows to [M, D] by attention over the memory [R, D]."""
-        query, key_value = self.query(x), self.key_value(memory)
-        dropout = self.dropout if self.training else 0.0
-        return self.output(cross_attention(query, key_value, segments, self.num_heads, self.d_k, dropout))
+        return self.output(self.attend_rows([self.query(x), self.key_value(memory)], segments))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from model.decoding import BeamSearch
 from model.loss import PYTORCH_LOSS, LossFunctions
-from model.packed_attention import PYTORCH_ATTENTION, Attention, Segments
+from model.packed_attention import PLAIN_ATTENTION, Attention, Segments
 from model.transformer import Transformer
 
 Forward = Callable[[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[Segments, Segments, Segments]], Tensor]
@@ -36,13 +36,11 @@ class Backend:
 
     precision: str = "32-true"
     """Lightning's name."""
-    in_blocks: bool = True
-    """Whether sentences are placed in blocks; otherwise they lie end to end. See `packed_attention.py`."""
-    attention: Attention = PYTORCH_ATTENTION
-    """For sentences end to end. Blocks have one implementation."""
+    attention: Attention = PLAIN_ATTENTION
     loss: LossFunctions = PYTORCH_LOSS
     compiled: Callable[[Transformer], Forward] | None = None
-    """Returns a compiled `Transformer.rows`; None to call it as it is. Validation is not compiled."""
+    """Returns a compiled `Transformer.rows`; None to call it as it is. Validation is not compiled, and plain attention
+    cannot be: groups of sentences differ in shape from step to step."""
     search: Search = PYTORCH_SEARCH
     """What validation decodes with."""
     notes: tuple[str, ...] = ()
@@ -62,7 +60,6 @@ class Backend:
         """Return what was chosen, by part, for the run folder."""
         return {
             "precision": self.precision,
-            "rows": "blocks" if self.in_blocks else "end to end",
             "attention": self.attention.name,
             "loss": self.loss.name,
             "compilation": "Inductor" if self.compiled else "none",

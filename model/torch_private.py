@@ -27,22 +27,6 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
-def mark_dynamic(tensor: Tensor, *dimensions: int) -> None:
-    """Tell torch.compile that these sizes vary, even if two of them are equal at first.
-
-    Public: `torch.compile(dynamic=True)`, which applies to all sizes. Seen in 2.11 to 2.13.
-    """
-    torch._dynamo.maybe_mark_dynamic(tensor, list(dimensions))
-
-
-def allow_graphs(count: int) -> None:
-    """Let torch.compile make at least `count` graphs of one function, for the whole process.
-
-    Public: the argument `recompile_limit` of `torch.compile`, which 2.11 does not have. Seen in 2.11 to 2.13.
-    """
-    torch._dynamo.config.recompile_limit = max(count, torch._dynamo.config.recompile_limit)
-
-
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy tensors in place in one call. Public: `Tensor.copy_`, one tensor a call. Seen in 2.11 to 2.13."""
     torch._foreach_copy_(targets, sources)

@@ -9,15 +9,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data_module.batching.blocks import place_in_blocks
 from data_module.batching.rank_rows import MIN_PADDING_TOKENS, RowShape
 
 if TYPE_CHECKING:
     from data_module.corpus.store import ParallelCorpus, TokenStore
 
-
-NO_SENTENCE = -1
-"""The segment of padding in blocks."""
+_SIMILAR_SHARE, _SIMILAR_TOKENS = 0.8, 4
+"""A pair is in the group of a longer one if it has at least this share of its tokens, or lacks at most this many."""
 
 
 @dataclass(frozen=True)
@@ -29,35 +27,42 @@ class SpecialIds:
     eos: int
 
 
+class LengthGroup(NamedTuple):
+    """Sentence pairs of similar length that follow one another in the rows of a micro-batch."""
+
+    num_pairs: int
+    longest_source: int
+    """Length of the longest source, including EOS."""
+    longest_target: int
+    """The same for targets."""
+
+
 @dataclass(frozen=True)
 class PackedBatch:
     """One micro-batch of training: a row of source sentences and a row of target sentences.
 
-    Shapes: R is the length of the source row and M that of the target row. What belongs to no sentence is padding: its
-    id and label are the padding symbol, and nothing depends on it.
-
-    There are two layouts. End to end, padding follows the sentences, divided into segments that are not longer than the
-    longest sentence; the number of segments is constant, and so are R and M if `RowShape.constant`. In blocks, `blocks`
-    says how many blocks of each width the rows consist of (see `data_module.batching.blocks`).
+    Shapes: R is the length of the source row and M that of the target row. Sentences lie end to end, the longest first,
+    and padding follows them: its id and label are the padding symbol, and nothing depends on it. Padding is divided
+    into segments that are not longer than the longest sentence; the number of segments is constant, and so are R and M
+    if `RowShape.constant`.
     """
 
     source: Tensor
     """int32 [R]: tokens and EOS of each sentence."""
     source_positions: Tensor
     """int32 [R]: each token's position in its sentence, from 0."""
-    source_segments: Tensor
-    """int32. End to end, [segments + 1]: segment i has the tokens from entry i to entry i + 1. In blocks, [R]: the
-    sentence of each token, or `NO_SENTENCE`."""
+    source_offsets: Tensor
+    """int32 [segments + 1]: segment i has the tokens from entry i to entry i + 1."""
     target_input: Tensor
     """int32 [M]: the decoder's input: BOS and tokens of each sentence."""
     target_output: Tensor
     """int32 [M]: the labels: tokens and EOS of each sentence."""
     target_positions: Tensor
     """int32 [M]."""
-    target_segments: Tensor
-    """int32, as for the source."""
-    blocks: list[tuple[int, int]]
-    """Number and width of the blocks of each width; empty if sentences lie end to end."""
+    target_offsets: Tensor
+    """int32 [segments + 1], as for the source."""
+    groups: list[LengthGroup]
+    """The sentences as groups of similar length, in the order in which they lie in the rows."""
     longest: int
     """Maximum length of a segment."""
 
@@ -65,30 +70,30 @@ class PackedBatch:
 _TENSORS = (
     "source",
     "source_positions",
-    "source_segments",
+    "source_offsets",
     "target_input",
     "target_output",
     "target_positions",
-    "target_segments",
+    "target_offsets",
 )
 
 
 class PackedShape(NamedTuple):
-    """Sizes of a packed micro-batch."""
+    """Sizes of a packed micro-batch, which the host knows whatever device the tensors are on."""
 
     source_tokens: int
     """R, and `target_tokens` is M; see `PackedBatch`."""
     target_tokens: int
-    source_segments: int
-    """Number of entries of `PackedBatch.source_segments`; likewise `target_segments`."""
-    target_segments: int
-    blocks: list[tuple[int, int]]
+    segments: int
+    """Number of segments of either side."""
+    groups: list[LengthGroup]
+    """See `PackedBatch`."""
 
     @property
     def sizes(self) -> list[int]:
         """Sizes of the parts of the array in which the micro-batch is stored, in the order of `_TENSORS`."""
-        source, target = self.source_tokens, self.target_tokens
-        return [source, source, self.source_segments, target, target, target, self.target_segments]
+        source, target, offsets = self.source_tokens, self.target_tokens, self.segments + 1
+        return [source, source, offsets, target, target, target, offsets]
 
 
 @dataclass
@@ -124,7 +129,7 @@ class RankBatch:
         for shape in self.shapes:
             end = start + sum(shape.sizes)
             parts: dict[str, Any] = dict(zip(_TENSORS, self.ids[start:end].split(shape.sizes), strict=True))
-            batches.append(PackedBatch(**parts, blocks=shape.blocks, longest=self.longest))
+            batches.append(PackedBatch(**parts, groups=shape.groups, longest=self.longest))
             start = end
         return batches
 
@@ -175,22 +180,24 @@ def collate(
         num_batches: number of global batches.
     """
     parts, shapes, num_tokens = [], [], 0
+    rows = [longest_first(corpus, pairs) for pairs in rows]
     for pairs in rows:
         source, target = corpus.lengths(pairs)
         num_tokens += int(source.sum() + target.sum())
-        layout = _in_blocks(source, target) if shape.in_blocks else _end_to_end(source, target, shape)
-        shapes.append(layout.shape)
-        arrays = [np.zeros(size, np.int32) for size in layout.shape.sizes]
-        ids, positions, segments, inputs, labels, target_positions, target_segments = arrays
+        packed, source_offsets, target_offsets = _end_to_end(source, target, shape)
+        shapes.append(packed)
+        arrays = [np.zeros(size, np.int32) for size in packed.sizes]
+        ids, positions, offsets, inputs, labels, target_positions, offsets_of_targets = arrays
         for array in (ids, inputs, labels):
             array[:] = special.pad
-        segments[:], target_segments[:] = layout.source_segments, layout.target_segments
-        _fill(corpus.source, pairs, layout.source_starts, source, special, ids, positions)
-        places = _fill(corpus.target, pairs, layout.target_starts, target, special, labels, target_positions)
+        offsets[:], offsets_of_targets[:] = source_offsets, target_offsets
+        source_starts, target_starts = source_offsets[: len(pairs)], target_offsets[: len(pairs)]
+        _fill(corpus.source, pairs, source_starts, source, special, ids, positions)
+        places = _fill(corpus.target, pairs, target_starts, target, special, labels, target_positions)
         # Each token's input is the label before it. This gives each sentence's first token the EOS of the sentence
         # before, which BOS replaces.
         inputs[places[1:]] = labels[places[:-1]]
-        inputs[layout.target_starts] = special.bos
+        inputs[target_starts] = special.bos
         parts += arrays
     return RankBatch(
         ids=torch.from_numpy(np.concatenate(parts)),
@@ -205,52 +212,60 @@ def collate(
     )
 
 
-class _Layout(NamedTuple):
-    source_starts: NDArray[np.int64]
-    target_starts: NDArray[np.int64]
-    source_segments: NDArray[np.integer]
-    target_segments: NDArray[np.integer]
-    shape: PackedShape
+def longest_first(corpus: "ParallelCorpus", pairs: NDArray[np.integer]) -> NDArray[np.integer]:
+    """Return pairs in descending order of the length of their longer side."""
+    return pairs[np.argsort(-np.maximum(*corpus.lengths(pairs)), kind="stable")]
 
 
-def _end_to_end(source: NDArray[np.int64], target: NDArray[np.int64], shape: RowShape) -> _Layout:
-    """Place sentences end to end. Padding is divided evenly, on both sides into as many segments.
+def length_groups(source_lengths: NDArray[np.integer], target_lengths: NDArray[np.integer]) -> list[LengthGroup]:
+    """Divide sentences, longest first, into groups in which none is much shorter than the first one.
 
-    Segment i of the target attends to segment i of the source, so that both sides need the same number of them.
+    Args:
+        source_lengths: [pairs], in descending order of the length of the longer side.
+        target_lengths: [pairs].
+
+    Returns:
+        The groups. Without pairs there is one, of a token of padding, so that every weight has a gradient.
+    """
+    if len(source_lengths) == 0:
+        return [LengthGroup(1, 1, 1)]
+    lengths = np.maximum(source_lengths, target_lengths)
+    groups, first = [], 0
+    while first < len(lengths):
+        shortest = min(lengths[first] - _SIMILAR_TOKENS, ceil(_SIMILAR_SHARE * lengths[first]))
+        end = int(np.searchsorted(-lengths, -shortest, "right"))
+        source, target = (int(side[first:end].max()) for side in (source_lengths, target_lengths))
+        groups.append(LengthGroup(end - first, source, target))
+        first = end
+    return groups
+
+
+def _end_to_end(
+    source: NDArray[np.int64], target: NDArray[np.int64], shape: RowShape
+) -> tuple[PackedShape, NDArray[np.int64], NDArray[np.int64]]:
+    """Place sentences end to end; return the sizes of the micro-batch and the offsets of both sides.
+
+    Padding is divided evenly, on both sides into as many segments: segment i of the target attends to segment i of the
+    source.
     """
     sizes = [shape.source_tokens, shape.target_tokens]
     if not shape.constant:
         sizes = [(int(lengths.sum()) // MIN_PADDING_TOKENS + 1) * MIN_PADDING_TOKENS for lengths in (source, target)]
     padding = [size - int(lengths.sum()) for size, lengths in zip(sizes, (source, target), strict=True)]
     num_padding = ceil(max(padding) / shape.longest)
-    starts, segments = [], []
+    sides = []
     for size, lengths, rest in zip(sizes, (source, target), padding, strict=True):
-        ends = np.cumsum(lengths)
-        starts.append(ends - lengths)
         # Segments that are not needed begin and end at the row's end: they are empty. Kernels are compiled and launched
         # for one number of segments, whatever number of sentences there is.
         offsets = np.full(shape.segments + 1, size, np.int64)
         offsets[0] = 0
-        offsets[1 : len(ends) + 1] = ends
+        offsets[1 : len(lengths) + 1] = np.cumsum(lengths)
         # Evenly divided, no segment of padding is longer than the longest sentence, which kernels are launched for.
         divided = size - rest + np.arange(num_padding + 1) * rest // num_padding
-        offsets[len(ends) : len(ends) + num_padding + 1] = divided
-        segments.append(offsets)
-    entries = shape.segments + 1
-    packed = PackedShape(sizes[0], sizes[1], entries, entries, [])
-    return _Layout(starts[0], starts[1], segments[0], segments[1], packed)
-
-
-def _in_blocks(source: NDArray[np.int64], target: NDArray[np.int64]) -> _Layout:
-    layout = place_in_blocks(source, target)
-    size = layout.num_tokens
-    segments = []
-    for starts, lengths in ((layout.source_starts, source), (layout.target_starts, target)):
-        segment = np.full(size, NO_SENTENCE)
-        segment[_places(starts, lengths)] = np.repeat(np.arange(len(lengths)), lengths)
-        segments.append(segment)
-    packed = PackedShape(size, size, size, size, layout.blocks)
-    return _Layout(layout.source_starts, layout.target_starts, segments[0], segments[1], packed)
+        offsets[len(lengths) : len(lengths) + num_padding + 1] = divided
+        sides.append(offsets)
+    packed = PackedShape(sizes[0], sizes[1], shape.segments, length_groups(source, target))
+    return packed, sides[0], sides[1]
 
 
 def _places(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:

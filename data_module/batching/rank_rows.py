@@ -38,10 +38,8 @@ class RowShape(NamedTuple):
     """Length of the longest sentence of the corpus."""
     per_rank: int
     """Number of micro-batches per rank and optimizer step, unless sentences happen not to fit."""
-    in_blocks: bool = False
-    """Place sentences in blocks (see `data_module.batching.blocks`). Rows are then as long as the blocks."""
     constant: bool = True
-    """Fill all rows that are not in blocks up to these lengths; otherwise they are as long as their sentences need."""
+    """Fill all rows up to these lengths; otherwise they are as long as their sentences need."""
 
     @property
     def max_sentences(self) -> int:
@@ -62,7 +60,6 @@ def row_shape(
     batch_tokens: int,
     max_tokens_per_device: int | None,
     world_size: int,
-    in_blocks: bool,
     constant: bool = True,
 ) -> RowShape:
     """Return the shape of micro-batches.
@@ -73,7 +70,6 @@ def row_shape(
         batch_tokens: maximum number of tokens per side of a global batch.
         max_tokens_per_device: maximum number of tokens per side of a micro-batch; None for no limit.
         world_size: number of ranks.
-        in_blocks: see `RowShape`.
         constant: see `RowShape`.
 
     Raises:
@@ -101,7 +97,7 @@ def row_shape(
     # A micro-batch's tensors lie in one array, and Inductor copies an input that does not begin at 16 bytes: the
     # offsets of the segments, one more than these, are a multiple of four numbers, as rows are.
     segments += -(segments + 1) % 4
-    return RowShape(lengths[0], lengths[1], segments, longest, per_rank, in_blocks, constant)
+    return RowShape(lengths[0], lengths[1], segments, longest, per_rank, constant)
 
 
 def _row_length(share: float, batch_tokens: int, parts: int, longest: int) -> int:

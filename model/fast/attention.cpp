@@ -1,9 +1,10 @@
-// Attention (equation 1) over sentences that lie end to end in a row, on a CPU in float32, and its gradients.
+// Attention (equation 1) over sentences that lie end to end in a row, on a CPU, and its gradients.
 //
 // A sentence's weights of a few queries are in the cache from the first product to the last one. They are not kept: the
-// backward pass computes them again from the logarithm of each query's normalizer. Products are of the sentence's own
-// queries and keys, while PyTorch's are of whole blocks of sentences. A sentence's results do not depend on the others
-// or on the number of threads. C++17, no library; compile with
+// backward pass computes them again from the logarithm of each query's normalizer. One head of a sentence at a time is
+// copied, which converts bfloat16 to float32: rows that follow one another in memory are read faster than the parts of
+// long rows. All sums are in float32. A sentence's results do not depend on the others or on the number of threads.
+// C++17, no library; compile with
 //     g++ -std=c++17 -O3 -march=native -fPIC -shared -pthread attention.cpp -o attention.so
 
 #include <algorithm>
@@ -23,12 +24,22 @@ constexpr int64_t QUERIES = 32;                // of a sentence at a time, so th
 constexpr int64_t SCORES_PER_THREAD = 1 << 14;  // with fewer, starting a thread takes longer than its work
 
 // A matrix whose rows are contiguous; row i begins at at + i * row.
-struct Matrix {
-    float* at;
+template <class Number>
+struct MatrixOf {
+    Number* at;
     int64_t row;
 
-    Matrix from(int64_t i, int64_t j) const { return {at + i * row + j, row}; }
+    MatrixOf from(int64_t i, int64_t j) const { return {at + i * row + j, row}; }
 };
+
+using Matrix = MatrixOf<float>;
+
+// Copy [rows, columns], and convert them if the types differ. The number of columns is a multiple of LANES.
+template <class From, class To>
+void copy(MatrixOf<From> from, MatrixOf<To> to, int64_t rows, int64_t columns) {
+    for (int64_t i = 0; i < rows; ++i)
+        for (int64_t j = 0; j < columns; j += LANES) write(to.from(i, j).at, read(from.from(i, j).at));
+}
 
 // c = a b or, if `add`, c += a b, for ROWS rows and VECTORS vectors of columns of c. If TRANSPOSED, a is the transpose
 // of the matrix that is given.
@@ -50,40 +61,37 @@ inline void multiply_tile(Matrix a, Matrix b, Matrix c, int64_t depth, bool add)
         }
 }
 
-template <bool TRANSPOSED, int ROWS>
-inline void multiply_rows(Matrix a, Matrix b, Matrix c, int64_t depth, int64_t columns, bool add) {
-    int64_t j = 0;
-    for (; j + 2 * LANES <= columns; j += 2 * LANES)
-        multiply_tile<TRANSPOSED, ROWS, 2>(a, b.from(0, j), c.from(0, j), depth, add);
-    if (j < columns) multiply_tile<TRANSPOSED, ROWS, 1>(a, b.from(0, j), c.from(0, j), depth, add);
+// The same for all rows: ROWS at a time as long as there are so many, then half of that.
+template <bool TRANSPOSED, int ROWS, int VECTORS>
+void multiply_columns(Matrix a, Matrix b, Matrix c, int64_t rows, int64_t depth, bool add) {
+    int64_t i = 0;
+    const auto from = [&] { return TRANSPOSED ? a.from(0, i) : a.from(i, 0); };
+    for (; i + ROWS <= rows; i += ROWS) multiply_tile<TRANSPOSED, ROWS, VECTORS>(from(), b, c.from(i, 0), depth, add);
+    if constexpr (ROWS > 1)
+        if (i < rows) multiply_columns<TRANSPOSED, ROWS / 2, VECTORS>(from(), b, c.from(i, 0), rows - i, depth, add);
 }
 
-// c = a b or, if `add`, c += a b. The number of columns is a multiple of LANES.
+// c = a b or, if `add`, c += a b. The number of columns is a multiple of LANES. A tile has eight sums, of which a
+// processor needs about so many at a time.
 template <bool TRANSPOSED>
 void multiply(Matrix a, Matrix b, Matrix c, int64_t rows, int64_t depth, int64_t columns, bool add = false) {
-    const auto from = [&](int64_t i) { return TRANSPOSED ? a.from(0, i) : a.from(i, 0); };
-    int64_t i = 0;
-    for (; i + 4 <= rows; i += 4) multiply_rows<TRANSPOSED, 4>(from(i), b, c.from(i, 0), depth, columns, add);
-    switch (rows - i) {
-        case 3: return multiply_rows<TRANSPOSED, 3>(from(i), b, c.from(i, 0), depth, columns, add);
-        case 2: return multiply_rows<TRANSPOSED, 2>(from(i), b, c.from(i, 0), depth, columns, add);
-        case 1: return multiply_rows<TRANSPOSED, 1>(from(i), b, c.from(i, 0), depth, columns, add);
-    }
+    int64_t j = 0;
+    for (; j + 2 * LANES <= columns; j += 2 * LANES)
+        multiply_columns<TRANSPOSED, 4, 2>(a, b.from(0, j), c.from(0, j), rows, depth, add);
+    if (j < columns) multiply_columns<TRANSPOSED, 8, 1>(a, b.from(0, j), c.from(0, j), rows, depth, add);
 }
 
 inline int64_t whole_vectors(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
 
 // Write the transpose of [rows, columns], times a factor. Its rows are filled up to whole vectors with their last number.
 void transpose(Matrix from, Matrix to, int64_t rows, int64_t columns, float factor) {
-    for (int64_t i = 0; i < rows; i += LANES) {
-        const float* sources[LANES];
-        for (int lane = 0; lane < LANES; ++lane) sources[lane] = from.from(std::min(i + lane, rows - 1), 0).at;
-        for (int64_t j = 0; j < columns; ++j) {
-            Floats value;  // Stored whole, since a load of several stores would wait for them.
-            for (int lane = 0; lane < LANES; ++lane) value[lane] = sources[lane][j];
-            store(to.from(j, i).at, value * factor);
+    for (int64_t i = 0; i < rows; i += LANES)
+        for (int64_t j = 0; j < columns; j += LANES) {
+            Floats square[LANES];
+            for (int k = 0; k < LANES; ++k) square[k] = load(from.from(std::min(i + k, rows - 1), j).at);
+            transpose(square);
+            for (int k = 0; k < LANES; ++k) store(to.from(j + k, i).at, square[k] * factor);
         }
-    }
 }
 
 // Replace all but the first `count` numbers by 0. Masks, since a vector that was written in parts is slow to load.
@@ -130,115 +138,143 @@ void softmax_gradient(const float* weights, float* gradient, int64_t end, float 
         store(gradient + i, load(weights + i) * (load(gradient + i) - mean) * factor);
 }
 
-struct Request {
-    Matrix queries, keys, values;                 // [R, H * K], [M, H * K], [M, H * V]
-    Matrix result, normalizers;                   // [R, H * V]; [R, H], their logarithms
-    Matrix gradient;                              // of the result; read in the backward pass, like the normalizers
-    Matrix grad_queries, grad_keys, grad_values;  // written in the backward pass
-    const int32_t *query_offsets, *key_offsets;   // [segments + 1]
-    int64_t num_segments, num_heads, key_size, value_size, longest;  // the last: number of keys of a segment
-    int64_t is_causal, is_backward, num_threads;
+struct Tensor {
+    void* at;
+    int64_t row;
 };
 
-// One head of one segment.
+struct Request {
+    Tensor queries, keys, values;                 // [R, H * K], [M, H * K], [M, H * V]
+    Tensor result, gradient;                      // [R, H * V]; the gradient is read in the backward pass
+    Tensor grad_queries, grad_keys, grad_values;  // written in the backward pass
+    Matrix normalizers;                           // [R, H], their logarithms, in float32; read in the backward pass
+    const int32_t *query_offsets, *key_offsets;   // [segments + 1]
+    int64_t num_segments, num_heads, key_size, value_size, longest;  // the last: number of keys of a segment
+    int64_t is_causal, is_backward, is_bfloat16, num_threads;
+};
+
+// One head of one segment, of floats or bfloat16.
+template <class Number>
 class Head {
 public:
     // `memory` has space for `size(request)` numbers.
-    Head(const Request& request, int64_t segment, int64_t head, float* memory) : request_(request) {
-        const int64_t first_query = request.query_offsets[segment], first_key = request.key_offsets[segment];
-        num_queries_ = request.query_offsets[segment + 1] - first_query;
-        num_keys_ = request.key_offsets[segment + 1] - first_key;
-        const auto part = [&](Matrix of, int64_t row, int64_t width) { return of.from(row, head * width); };
-        queries_ = part(request.queries, first_query, request.key_size);
-        keys_ = part(request.keys, first_key, request.key_size);
-        values_ = part(request.values, first_key, request.value_size);
-        result_ = part(request.result, first_query, request.value_size);
-        normalizers_ = part(request.normalizers, first_query, 1);
-        gradient_ = part(request.gradient, first_query, request.value_size);
-        grad_queries_ = part(request.grad_queries, first_query, request.key_size);
-        grad_keys_ = part(request.grad_keys, first_key, request.key_size);
-        grad_values_ = part(request.grad_values, first_key, request.value_size);
-        weights_ = {memory, whole_vectors(num_keys_)};
-        grad_weights_ = weights_.from(QUERIES, 0);
-        keys_transposed_ = grad_weights_.from(QUERIES, 0);
-        values_transposed_ = keys_transposed_.from(request.key_size, 0);
+    Head(const Request& request, int64_t segment, int64_t head, float* memory)
+        : request_(request), head_(head), key_size_(request.key_size), value_size_(request.value_size) {
+        first_query_ = request.query_offsets[segment], first_key_ = request.key_offsets[segment];
+        num_queries_ = request.query_offsets[segment + 1] - first_query_;
+        num_keys_ = request.key_offsets[segment + 1] - first_key_;
+        const int64_t width = whole_vectors(request.longest);
+        const auto take = [&](int64_t rows, int64_t columns) {
+            const Matrix matrix = {memory, columns};
+            memory += rows * columns;
+            return matrix;
+        };
+        weights_ = take(QUERIES, width), grad_weights_ = take(QUERIES, width);
+        keys_transposed_ = take(key_size_, width), values_transposed_ = take(value_size_, width);
+        queries_ = take(QUERIES, key_size_), grad_queries_ = take(QUERIES, key_size_);
+        result_ = take(QUERIES, value_size_);
+        keys_ = take(width, key_size_), grad_keys_ = take(width, key_size_);
+        values_ = take(width, value_size_), grad_values_ = take(width, value_size_);
     }
 
     static int64_t size(const Request& request) {
-        return (2 * QUERIES + request.key_size + request.value_size) * whole_vectors(request.longest);
+        const int64_t width = whole_vectors(request.longest), sizes = request.key_size + request.value_size;
+        return QUERIES * (2 * width + sizes + request.key_size) + 3 * width * sizes;
     }
 
     void forward() {
-        begin();
+        read_keys_and_values();
         for (int64_t first = 0; first < num_queries_; first += QUERIES) {
             const int64_t count = std::min(QUERIES, num_queries_ - first), seen = visible(first + count - 1);
             multiply_scores(first, count, seen);
             for (int64_t i = 0; i < count; ++i)
-                *normalizers_.from(first + i, 0).at =
-                    softmax(weights_.from(i, 0).at, visible(first + i), whole_vectors(seen));
-            multiply<false>(weights_, values_, result_.from(first, 0), count, seen, request_.value_size);
+                *normalizer(first + i) = softmax(weights_.from(i, 0).at, visible(first + i), whole_vectors(seen));
+            multiply<false>(weights_, values_, result_, count, seen, value_size_);
+            copy(result_, part(request_.result, first_query_ + first, value_size_), count, value_size_);
         }
     }
 
     void backward() {
-        begin();
-        transpose(values_, values_transposed_, num_keys_, request_.value_size, 1.0f);
-        for (int64_t j = 0; j < num_keys_; ++j) {
-            std::fill_n(grad_keys_.from(j, 0).at, request_.key_size, 0.0f);
-            std::fill_n(grad_values_.from(j, 0).at, request_.value_size, 0.0f);
-        }
+        read_keys_and_values();
+        transpose(values_, values_transposed_, num_keys_, value_size_, 1.0f);
+        std::fill_n(grad_keys_.at, num_keys_ * key_size_, 0.0f);
+        std::fill_n(grad_values_.at, num_keys_ * value_size_, 0.0f);
         for (int64_t first = 0; first < num_queries_; first += QUERIES) {
             const int64_t count = std::min(QUERIES, num_queries_ - first), seen = visible(first + count - 1);
-            const int64_t end = whole_vectors(seen), key_size = request_.key_size, value_size = request_.value_size;
-            const Matrix gradient = gradient_.from(first, 0);
+            const int64_t end = whole_vectors(seen);
+            const Matrix gradient = result_;
+            copy(part(request_.gradient, first_query_ + first, value_size_), gradient, count, value_size_);
             multiply_scores(first, count, seen);
-            multiply<false>(gradient, values_transposed_, grad_weights_, count, value_size, end);
+            multiply<false>(gradient, values_transposed_, grad_weights_, count, value_size_, end);
             for (int64_t i = 0; i < count; ++i) {
                 float* const weights = weights_.from(i, 0).at;
-                softmax(weights, visible(first + i), end, *normalizers_.from(first + i, 0).at);
+                softmax(weights, visible(first + i), end, *normalizer(first + i));
                 softmax_gradient(weights, grad_weights_.from(i, 0).at, end, scale());
             }
-            multiply<true>(weights_, gradient, grad_values_, seen, count, value_size, true);
-            multiply<false>(grad_weights_, keys_, grad_queries_.from(first, 0), count, seen, key_size);
-            multiply<true>(grad_weights_, queries_.from(first, 0), grad_keys_, seen, count, key_size, true);
+            multiply<true>(weights_, gradient, grad_values_, seen, count, value_size_, true);
+            multiply<false>(grad_weights_, keys_, grad_queries_, count, seen, key_size_);
+            multiply<true>(grad_weights_, queries_, grad_keys_, seen, count, key_size_, true);
+            copy(grad_queries_, part(request_.grad_queries, first_query_ + first, key_size_), count, key_size_);
         }
+        copy(grad_keys_, part(request_.grad_keys, first_key_, key_size_), num_keys_, key_size_);
+        copy(grad_values_, part(request_.grad_values, first_key_, value_size_), num_keys_, value_size_);
     }
 
 private:
     const Request& request_;
-    int64_t num_queries_, num_keys_;
-    Matrix queries_, keys_, values_, result_, normalizers_, gradient_, grad_queries_, grad_keys_, grad_values_;
+    int64_t head_, key_size_, value_size_, first_query_, first_key_, num_queries_, num_keys_;
     Matrix weights_, grad_weights_, keys_transposed_, values_transposed_;
+    Matrix queries_, grad_queries_, result_;             // of a few queries; the result or its gradient
+    Matrix keys_, values_, grad_keys_, grad_values_;  // of the whole segment
 
-    float scale() const { return 1.0f / std::sqrt(float(request_.key_size)); }
+    float scale() const { return 1.0f / std::sqrt(float(key_size_)); }
 
     // Number of keys that a query attends to.
     int64_t visible(int64_t query) const { return request_.is_causal ? query + 1 : num_keys_; }
 
-    void begin() { transpose(keys_, keys_transposed_, num_keys_, request_.key_size, scale()); }
+    float* normalizer(int64_t query) const { return request_.normalizers.from(first_query_ + query, head_).at; }
+
+    // The columns of this head, of which there are `width`, from a row on.
+    MatrixOf<Number> part(Tensor of, int64_t row, int64_t width) const {
+        return MatrixOf<Number>{static_cast<Number*>(of.at), of.row}.from(row, head_ * width);
+    }
+
+    void read_keys_and_values() {
+        copy(part(request_.keys, first_key_, key_size_), keys_, num_keys_, key_size_);
+        copy(part(request_.values, first_key_, value_size_), values_, num_keys_, value_size_);
+        transpose(keys_, keys_transposed_, num_keys_, key_size_, scale());
+    }
 
     void multiply_scores(int64_t first, int64_t count, int64_t seen) {
-        multiply<false>(queries_.from(first, 0), keys_transposed_, weights_, count, request_.key_size, whole_vectors(seen));
+        copy(part(request_.queries, first_query_ + first, key_size_), queries_, count, key_size_);
+        multiply<false>(queries_, keys_transposed_, weights_, count, key_size_, whole_vectors(seen));
     }
 };
+
+template <class Number>
+void compute(const Request& request, int64_t segment, float* memory) {
+    for (int64_t head = 0; head < request.num_heads; ++head) {
+        Head<Number> one(request, segment, head, memory);
+        request.is_backward ? one.backward() : one.forward();
+    }
+}
 
 }  // namespace
 
 // Compute the forward or the backward pass of all heads of all segments. A query of a segment without keys gets zeros.
 // Return 0, or -1 if there is not enough memory.
 extern "C" int64_t compute_attention(const Request* request) {
-    const int64_t num_heads = request->num_heads, count = request->num_segments * num_heads;
-    const int64_t scores = request->query_offsets[request->num_segments] * request->longest * num_heads;
+    const int64_t count = request->num_segments * request->num_heads;
+    const int64_t scores = request->query_offsets[request->num_segments] * request->longest * request->num_heads;
     const int64_t num_threads = std::min({request->num_threads, count, 1 + scores / SCORES_PER_THREAD});
     try {
-        std::vector<float> memory(Head::size(*request) * num_threads);
+        const int64_t size = request->is_bfloat16 ? Head<Bfloat16>::size(*request) : Head<float>::size(*request);
+        std::vector<float> memory(size * num_threads);
         std::atomic<int64_t> next{0};
         const auto work = [&](int64_t number) {
+            float* const own = memory.data() + number * size;
             for (int64_t segment; (segment = next++) < request->num_segments;)
-                for (int64_t head = 0; head < num_heads; ++head) {
-                    Head one(*request, segment, head, memory.data() + number * Head::size(*request));
-                    request->is_backward ? one.backward() : one.forward();
-                }
+                request->is_bfloat16 ? compute<Bfloat16>(*request, segment, own) : compute<float>(*request, segment, own);
         };
         std::vector<std::thread> threads;
         threads.reserve(num_threads);

@@ -19,35 +19,6 @@ namespace {
 
 constexpr int64_t LOGITS_PER_THREAD = 1 << 16;  // with fewer, starting a thread takes longer than its work
 
-typedef uint16_t HalfWords __attribute__((vector_size(LANES * sizeof(uint16_t))));
-typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(uint32_t))));
-
-struct Bfloat16 {
-    uint16_t bits;
-};
-
-inline Floats read(const float* from) { return load(from); }
-
-inline Floats read(const Bfloat16* from) {
-    HalfWords halves;
-    std::memcpy(&halves, from, sizeof halves);
-    const Words words = __builtin_convertvector(halves, Words) << 16;
-    Floats value;
-    std::memcpy(&value, &words, sizeof value);
-    return value;
-}
-
-inline void write(float* to, Floats value) { store(to, value); }
-
-// Round to nearest, ties to even. What is not finite stays so.
-inline void write(Bfloat16* to, Floats value) {
-    Words words;
-    std::memcpy(&words, &value, sizeof words);
-    words = (words + 0x7fff + ((words >> 16) & 1)) >> 16;
-    const HalfWords halves = __builtin_convertvector(words, HalfWords);
-    std::memcpy(to, &halves, sizeof halves);
-}
-
 inline float read_one(const float* from) { return *from; }
 
 inline float read_one(const Bfloat16* from) {

@@ -255,7 +255,7 @@ def segment_attention(
             [M, H * (K + V)]. Float32, float16 or bfloat16.
         segments: int32 tensors. The segment of each query [R] and of each key [M], from 0, or a number out of range at
             padding; the offsets of queries and of keys [S + 1]: segment i has the rows from entry i to entry i + 1.
-        dropout: see `model.packed_attention.dropout_state`; None for no dropout.
+        dropout: see `dropout_state`; None for no dropout.
         num_heads: H.
         d_k: K.
         is_causal: row t attends to rows 0 to t of its segment only. Queries and keys have the same segments then.
@@ -318,12 +318,26 @@ def _backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Any, ...]:
 segment_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-def attention(inputs: list[Tensor], segments: Segments, dropout: Tensor | None, num_heads: int, d_k: int) -> Tensor:
+def dropout_state(probability: float, device: torch.device) -> Tensor:
+    """Draw what decides which weights one call of attention drops.
+
+    The backward pass decides the same from it, so that nothing of the size of the weights is kept.
+
+    Returns:
+        int64 [3]: the probability as a share of 2^32, and two random numbers below 2^31 from the device's generator.
+    """
+    state = torch.randint(1 << 31, (3,), device=device)
+    state[0] = round(probability * 2**32)
+    return state
+
+
+def attention(inputs: list[Tensor], segments: Segments, num_heads: int, d_k: int, dropout: float) -> Tensor:
     """Do what `model.packed_attention.flash_attention` does, for all types, with dropout, and heads up to 128 wide."""
     assert segments.query_ids is not None
     assert segments.key_ids is not None
     sides = [segments.query_ids, segments.key_ids, segments.query_offsets, segments.key_offsets]
-    return segment_attention(inputs, sides, dropout, num_heads, d_k, segments.is_causal)[0]
+    state = dropout_state(dropout, inputs[0].device) if dropout else None
+    return segment_attention(inputs, sides, state, num_heads, d_k, segments.is_causal)[0]
 
 
 TRITON_ATTENTION = Attention("Triton", attention, reads_ids=True)

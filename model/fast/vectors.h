@@ -1,10 +1,12 @@
-// Vectors of floats, of the size that this processor has.
+// Vectors of floats, of the size that this processor has, and vectors of bfloat16 as floats.
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 namespace {
 
@@ -19,6 +21,8 @@ constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
 typedef float Floats __attribute__((vector_size(LANES * sizeof(float))));
 typedef int32_t Integers __attribute__((vector_size(LANES * sizeof(int32_t))));
+typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(uint32_t))));
+typedef uint16_t HalfWords __attribute__((vector_size(LANES * sizeof(uint16_t))));
 
 inline Floats load(const float* from) {
     Floats value;
@@ -28,9 +32,58 @@ inline Floats load(const float* from) {
 
 inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
 
+struct Bfloat16 {
+    uint16_t bits;
+};
+
+inline Floats read(const float* from) { return load(from); }
+
+inline Floats read(const Bfloat16* from) {
+    HalfWords halves;
+    std::memcpy(&halves, from, sizeof halves);
+    const Words words = __builtin_convertvector(halves, Words) << 16;
+    Floats value;
+    std::memcpy(&value, &words, sizeof value);
+    return value;
+}
+
+inline void write(float* to, Floats value) { store(to, value); }
+
+// Round to nearest, ties to even. What is not finite stays so.
+inline void write(Bfloat16* to, Floats value) {
+    Words words;
+    std::memcpy(&words, &value, sizeof words);
+    words = (words + 0x7fff + ((words >> 16) & 1)) >> 16;
+    const HalfWords halves = __builtin_convertvector(words, HalfWords);
+    std::memcpy(to, &halves, sizeof halves);
+}
+
 inline Floats all(float value) { return value - Floats{}; }
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+// Return a_0, b_0, a_1, b_1, ... of the lower halves of two vectors or, if HIGH, of the upper ones.
+template <bool HIGH, int... I>
+inline Floats zip(Floats a, Floats b, std::integer_sequence<int, I...>) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, (I % 2 * LANES + (HIGH ? LANES / 2 : 0) + I / 2)...);
+#else
+    return __builtin_shuffle(a, b, Integers{(I % 2 * LANES + (HIGH ? LANES / 2 : 0) + I / 2)...});
+#endif
+}
+
+// Transpose a square. Each round moves the last bit of a row's number to the front of a column's.
+inline void transpose(Floats (&rows)[LANES]) {
+    constexpr auto places = std::make_integer_sequence<int, LANES>();
+    for (int round = 1; round < LANES; round *= 2) {
+        Floats zipped[LANES];
+        for (int i = 0; i < LANES / 2; ++i) {
+            zipped[2 * i] = zip<false>(rows[i], rows[i + LANES / 2], places);
+            zipped[2 * i + 1] = zip<true>(rows[i], rows[i + LANES / 2], places);
+        }
+        std::copy_n(zipped, LANES, rows);
+    }
+}
 
 // Halve a vector until one element is left.
 template <int WIDTH, class Combine>

@@ -33,7 +33,8 @@ class RunSettings:
     log_every_steps: int = 50
     """Optimizer steps between logged points of training metrics."""
     compile: bool | None = None
-    """Train with torch.compile; if null, on a GPU only. The first start then takes a few minutes."""
+    """Train with torch.compile; if null, where it can be: on a GPU, but not with plain attention. The first start then
+    takes a few minutes."""
     kernels: Literal["triton", "pytorch"] | None = None
     """Kernels of attention and the loss: triton for the project's own on a GPU, which no GPU has run yet. If null,
     PyTorch's on a GPU, and on a CPU the project's own in C++, where they can run; pytorch excludes these too."""

@@ -17,7 +17,7 @@ from model.fast import compiled_attention, compiled_loss, packed_linear
 from model.fast import compiled_search as search_program
 from model.fast.compilation import CompiledForward
 from model.loss import PYTORCH_LOSS
-from model.packed_attention import PYTORCH_ATTENTION
+from model.packed_attention import FLASH_ATTENTION, PLAIN_ATTENTION
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 from pipeline.runtime.compiled_code import Program, load_program, missing_compiler
@@ -49,27 +49,28 @@ def choose_backend(
     on_gpu = _on_gpu(options)
     precision = str(options["precision"])
     notes: list[str] = []
-    compiles = should_compile(compiles, options, notes)
-    parts: dict[str, Any] = {"attention": PYTORCH_ATTENTION, "loss": PYTORCH_LOSS, "search": PYTORCH_SEARCH}
+    parts: dict[str, Any] = {"attention": PLAIN_ATTENTION, "loss": PYTORCH_LOSS, "search": PYTORCH_SEARCH}
     if kernels == "triton":
         _require_triton(options, network, on_gpu)
         from model.fast.triton_attention import TRITON_ATTENTION
         from model.fast.triton_loss import TRITON_LOSS
 
         parts |= {"attention": TRITON_ATTENTION, "loss": TRITON_LOSS}
+    elif flash_takes(options, network):
+        parts["attention"] = FLASH_ATTENTION
     elif options["accelerator"] == "cpu" and kernels is None:
-        parts |= _compiled_programs(precision, network, compiles, notes)
-    in_blocks = parts["attention"] is PYTORCH_ATTENTION and not (on_gpu and _flash_takes(precision, network))
-    return Backend(precision, in_blocks, compiled=CompiledForward if compiles else None, notes=tuple(notes), **parts)
+        parts |= _compiled_programs(precision, network, notes)
+    compiles = should_compile(compiles, options, parts["attention"] is PLAIN_ATTENTION, notes)
+    return Backend(precision, compiled=CompiledForward if compiles else None, notes=tuple(notes), **parts)
 
 
-def _compiled_programs(precision: str, network: NetworkSettings, compiles: bool, notes: list[str]) -> dict[str, Any]:
+def _compiled_programs(precision: str, network: NetworkSettings, notes: list[str]) -> dict[str, Any]:
     """Return the compiled parts that can and should be used, by their names in `Backend`; note which are missing."""
     is_float32 = precision in _FLOAT32
     loaders: dict[str, Callable[[], Any]] = {}
-    if is_float32 and not compiles and _attention_takes(network):
-        loaders["attention"] = lambda: load_compiled_attention().attention()
     if is_float32 or precision == "bf16-mixed":
+        if _compiled_attention_takes(network):
+            loaders["attention"] = lambda: load_compiled_attention().attention()
         loaders["loss"] = lambda: load_compiled_loss().functions()
     is_faster = is_float32 or (precision == "bf16-mixed" and network.d_model <= _SEARCHES_IN_FLOAT32)
     if is_faster and search_program.unsupported(network) is None:
@@ -86,7 +87,7 @@ def _compiled_programs(precision: str, network: NetworkSettings, compiles: bool,
     return parts
 
 
-def _attention_takes(network: NetworkSettings) -> bool:
+def _compiled_attention_takes(network: NetworkSettings) -> bool:
     """Return whether the compiled attention can compute the network's."""
     multiple = compiled_attention.HEAD_MULTIPLE
     takes_heads = network.key_size % multiple == network.value_size % multiple == 0
@@ -142,21 +143,25 @@ def _on_gpu(options: dict[str, Any]) -> bool:
     return options["accelerator"] in ("auto", "gpu", "cuda") and torch.cuda.is_available()
 
 
-def should_compile(requested: bool | None, options: dict[str, Any], notes: list[str]) -> bool:
-    """Return whether to train with torch.compile: by default on a GPU, where it can compile.
+def should_compile(requested: bool | None, options: dict[str, Any], is_plain: bool, notes: list[str]) -> bool:
+    """Return whether to train with torch.compile: by default on a GPU, where there is a compiler.
 
     Args:
         requested: `run.compile`.
         options: accelerator, as `trainer_options` returns it.
-        notes: gets a line if training would be faster with a compiler, and there is none.
+        is_plain: attention is plain: its groups of sentences differ in shape from step to step.
+        notes: gets a line if training would be faster with a compiler, and there is none; or if `requested` is ignored.
 
     Raises:
         InputError: compilation is requested, and there is no compiler.
     """
-    on_gpu = _on_gpu(options)
-    if requested is False or (requested is None and not on_gpu):
+    obstacle = "plain attention cannot be compiled" if is_plain else None
+    obstacle = obstacle if _on_gpu(options) else "it is for GPUs"
+    if requested and obstacle:
+        notes.append(f"run.compile is ignored: {obstacle}")
+    if requested is False or obstacle:
         return False
-    missing = missing_compiler(on_gpu)
+    missing = missing_compiler(on_gpu=True)
     if missing is None:
         return True
     if requested:
@@ -166,12 +171,18 @@ def should_compile(requested: bool | None, options: dict[str, Any], notes: list[
     return False
 
 
-def _flash_takes(precision: str, network: NetworkSettings) -> bool:
-    """Return whether PyTorch's variable-length flash attention can compute the network's attention on a GPU."""
+def flash_takes(options: dict[str, Any], network: NetworkSettings) -> bool:
+    """Return whether this is a GPU on which PyTorch's variable-length flash attention can compute the network's."""
+    if not _on_gpu(options):
+        return False
     d_k, d_v = network.key_size, network.value_size
     takes_heads = d_k == d_v and d_k % 8 == 0 and d_k <= 256 and not network.attention_dropout
     takes_heads &= network.self_attention == NetworkSettings.self_attention
-    return precision.startswith(("bf16", "16")) and takes_heads and torch.cuda.get_device_capability() >= (8, 0)
+    return (
+        str(options["precision"]).startswith(("bf16", "16"))
+        and takes_heads
+        and torch.cuda.get_device_capability() >= (8, 0)
+    )
 
 
 def choose_search(

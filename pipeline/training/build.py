@@ -146,7 +146,6 @@ def build_data(recipe: Recipe, tokenizer: Tokenizer, backend: Backend) -> Transl
         recipe.batches,
         special_ids(tokenizer),
         recipe.run.seed,
-        backend.in_blocks,
         recipe.corpus,
         backend.constant_rows,
     )

@@ -277,7 +277,7 @@ def check_trainer(context: CheckContext) -> Iterator[CheckResult]:
     import torch
 
     from data_module.worker_processes import require_shared_memory
-    from pipeline.runtime.backend import should_compile
+    from pipeline.runtime.backend import flash_takes, should_compile
     from pipeline.runtime.devices import gpus_mistake, num_ranks
     from pipeline.training.trainer import make_trainer, trainer_options
 
@@ -306,7 +306,7 @@ def check_trainer(context: CheckContext) -> Iterator[CheckResult]:
         yield from (one for one in check_backend(context) if not one.ok or (context.for_doctor and is_alone))
         return
     # Nothing else can be wrong; the whole choice, which takes time, is made and said when training starts.
-    should_compile(run.compile, options, [])
+    should_compile(run.compile, options, not flash_takes(options, recipe.network), [])
 
 
 def check_optimizer(context: CheckContext) -> Iterable[CheckResult]:

@@ -1,6 +1,5 @@
 """Runs the largest micro-batches before the first step: to compile for a GPU, and to find out whether they fit."""
 
-from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +9,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from data_module.batching.batch import RankBatch, collate
-from data_module.batching.blocks import NARROWEST
 from data_module.batching.rank_rows import MIN_PADDING_TOKENS, RowShape
 from data_module.corpus.store import ParallelCorpus
 from data_module.errors import InputError
 from data_module.translation_data_module import TranslationDataModule
-from model.packed_attention import KEPT_WIDTH
 from model.training_module import TranslationModule
 from pipeline.checkpointing.checkpoint_io import checkpoint_io
 from pipeline.compat.lightning import call_as_step
@@ -46,15 +43,13 @@ class MemoryProbe(Callback):
     states and the position in the data are unchanged afterwards. On a CPU the process keeps to the reported amount from
     then on.
 
-    Where sentences lie end to end, all micro-batches have the shape of the probe's. There the probe runs compiled code,
-    so that all ranks compile at the same time, and nothing is compiled in a training step. Blocks differ between
-    micro-batches, so their probe compiles nothing.
+    Where the network is compiled, all micro-batches have the shape of the probe's. The probe runs the compiled code, so
+    that all ranks compile at the same time, and nothing is compiled in a training step.
     """
 
     def __init__(self, data: TranslationDataModule) -> None:
         """Try micro-batches of `data`."""
         self._data = data
-        self._lengths = lengths_to_try(data.longest, data.in_blocks)
         self._kept_at_most: float | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -69,8 +64,7 @@ class MemoryProbe(Callback):
         optimizer = trainer.optimizers[0]
         moments = [] if optimizer.state else [torch.ones_like(p) for p in pl_module.parameters() for _ in range(2)]
         devices = [pl_module.device] if on_gpu else []
-        stance = torch.compiler.set_stance("force_eager") if self._data.in_blocks else nullcontext()
-        with torch.random.fork_rng(devices), stance:
+        with torch.random.fork_rng(devices):
             peak, limit = (self._on_gpu if on_gpu else self._on_cpu)(trainer, pl_module)
         del moments
         pl_module.zero_grad()
@@ -129,7 +123,7 @@ class MemoryProbe(Callback):
         limit = MemoryLimit(free + ours, f"this GPU (of {total / _GB:.0f} GB)")
         fixed = torch.cuda.memory_allocated(module.device)
         try:
-            if module.compiled_forward is not None and not self._data.in_blocks:
+            if module.compiled_forward is not None:
                 say("compiling the network; this takes a few minutes, and less if it has been compiled before")
                 self._steps(trainer, module)
             # The compiler's measurements of kernels take memory that training does not need.
@@ -154,28 +148,17 @@ class MemoryProbe(Callback):
 
     def _steps(self, trainer: Trainer, module: TranslationModule, divisor: int = 1) -> None:
         """Run forward and backward passes, without gradient synchronization, of the largest micro-batch or a part."""
-        for length in self._lengths:
-            batch = _same_sentences(self._data, self._shape, length, divisor).to(module.device)
-            call_as_step(trainer, "warm_up", batch)
+        batch = _longest_sentences(self._data, self._shape, divisor).to(module.device)
+        call_as_step(trainer, "warm_up", batch)
 
 
-def lengths_to_try(longest: int, in_blocks: bool) -> list[int]:
-    """Return the lengths of the sentences whose micro-batches need the most memory.
+def _longest_sentences(data: TranslationDataModule, shape: RowShape, divisor: int) -> RankBatch:
+    """Return a micro-batch of a part of the largest size, of the longest sentences.
 
-    End to end, a micro-batch takes the same memory whatever its sentences are. In blocks most memory is needed where
-    blocks are widest and emptiest. A block of width W holds k = W // longest of the longest sentences; it is emptiest
-    with k of the shortest sentences of which k + 1 do not fit, those of W // (k + 1) + 1 tokens. Since attention keeps
-    weights only of blocks up to `KEPT_WIDTH`, the worst blocks may be those of that width or the widest ones.
+    For a kernel of attention, a micro-batch takes the same memory whatever its sentences are. Plain attention takes
+    most for the longest ones.
     """
-    if not in_blocks:
-        return [longest]
-    widest = max(NARROWEST, 1 << (longest - 1).bit_length())
-    widths = {min(widest, KEPT_WIDTH), widest}
-    return sorted(width // (width // min(longest, width) + 1) + 1 for width in widths)
-
-
-def _same_sentences(data: TranslationDataModule, shape: RowShape, length: int, divisor: int) -> RankBatch:
-    """Return a micro-batch of a part of the largest size, of sentences of `length` tokens a side."""
+    length = data.longest
     smallest = length + MIN_PADDING_TOKENS
     source_tokens, target_tokens = (
         max(smallest, tokens // divisor) for tokens in (shape.source_tokens, shape.target_tokens)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_module.batching.batch import LengthBucket, RankBatch, SpecialIds, collate, pad_batch
+from data_module.batching.batch import LengthBucket, RankBatch, SpecialIds, collate, length_groups, pad_batch
 from data_module.batching.rank_rows import RowShape, row_shape
 from data_module.corpus.store import ParallelCorpus, TokenStore, TokenStoreWriter
 
@@ -25,13 +25,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> ParallelCorpus:
     return ParallelCorpus(TokenStore(folder / "source"), TokenStore(folder / "target"), "", 3)
 
 
-def collated(corpus: ParallelCorpus, in_blocks: bool = False) -> RankBatch:
-    shape = SHAPE._replace(in_blocks=in_blocks)
-    rows = [np.array([2, 0]), np.array([3])]
-    return collate(corpus, rows, SPECIAL, shape, num_target_tokens=99, epoch=5, index=6, num_batches=7)
+def collated(corpus: ParallelCorpus) -> RankBatch:
+    rows = [np.array([0, 2]), np.array([3])]
+    return collate(corpus, rows, SPECIAL, SHAPE, num_target_tokens=99, epoch=5, index=6, num_batches=7)
 
 
 def test_sentences_end_to_end(corpus: ParallelCorpus) -> None:
+    """The longest first."""
     batch = collated(corpus)
     first, second = batch.micro_batches
     assert first.source.tolist() == [18, 19, 10, 3, 15, 16, 3, 0, 0, 0, 0, 0, 0, 0]
@@ -40,14 +40,14 @@ def test_sentences_end_to_end(corpus: ParallelCorpus) -> None:
     assert first.target_output.tolist() == [25, 26, 3, 21, 3, 0, 0, 0, 0, 0, 0, 0]
     assert first.target_positions.tolist() == [0, 1, 2, 0, 1, 0, 0, 0, 0, 0, 0, 0]
     # Seven tokens of padding on both sides make two segments of at most four.
-    assert first.source_segments.tolist() == [0, 4, 7, 10, 14, 14]
-    assert first.target_segments.tolist() == [0, 3, 5, 8, 12, 12]
+    assert first.source_offsets.tolist() == [0, 4, 7, 10, 14, 14]
+    assert first.target_offsets.tolist() == [0, 3, 5, 8, 12, 12]
     assert second.source.tolist() == [11, 3, *[0] * 12]
     assert second.target_input.tolist() == [2, *[0] * 11]
     assert second.target_output.tolist() == [3, *[0] * 11]
-    assert second.source_segments.tolist() == [0, 2, 6, 10, 14, 14]
-    assert second.target_segments.tolist() == [0, 1, 4, 8, 12, 12]
-    assert (first.blocks, first.longest) == ([], 4)
+    assert second.source_offsets.tolist() == [0, 2, 6, 10, 14, 14]
+    assert second.target_offsets.tolist() == [0, 1, 4, 8, 12, 12]
+    assert (first.groups, second.groups, first.longest) == ([(2, 4, 3)], [(1, 2, 1)], 4)
     assert batch.ids.dtype == torch.int32
     assert batch.pairs.tolist() == [2, 0, 3]
     assert (batch.num_target_tokens, batch.epoch, batch.index, batch.num_batches) == (99, 5, 6, 7)
@@ -62,39 +62,42 @@ def test_rows_as_long_as_their_sentences_need(corpus: ParallelCorpus) -> None:
     first, second, third = collate(corpus, rows, SPECIAL, shape, num_target_tokens=9).micro_batches
     assert first.source.tolist() == [18, 19, 10, 3, 15, 16, 3, *[0] * 9]
     assert first.target_output.tolist() == [25, 26, 3, 21, 3, *[0] * 11]
-    assert first.source_segments.tolist() == [0, 4, 7, 10, 13, 16, 16, 16, 16, 16, 16]
-    assert first.target_segments.tolist() == [0, 3, 5, 8, 12, 16, 16, 16, 16, 16, 16]
+    assert first.source_offsets.tolist() == [0, 4, 7, 10, 13, 16, 16, 16, 16, 16, 16]
+    assert first.target_offsets.tolist() == [0, 3, 5, 8, 12, 16, 16, 16, 16, 16, 16]
     assert [row.numel() for row in (second.source, second.target_input, third.source)] == [32, 32, 16]
 
 
-def test_sentences_in_blocks(corpus: ParallelCorpus) -> None:
-    batch = collated(corpus, in_blocks=True)
-    first, second = batch.micro_batches
-    assert first.blocks == second.blocks == [(1, 64)]
-    assert first.source.tolist() == [18, 19, 10, 3, 15, 16, 3, *[0] * 57]
-    assert first.source_segments.tolist() == [0, 0, 0, 0, 1, 1, 1, *[-1] * 57]
-    assert first.target_input.tolist() == [2, 25, 26, 2, 21, *[0] * 59]
-    assert first.target_output.tolist() == [25, 26, 3, 21, 3, *[0] * 59]
-    assert first.target_segments.tolist() == [0, 0, 0, 1, 1, *[-1] * 59]
-    assert first.target_positions.tolist() == [0, 1, 2, 0, 1, *[0] * 59]
-    assert second.target_output.tolist() == [3, *[0] * 63]
-
-
-@pytest.mark.parametrize("in_blocks", [False, True])
-def test_a_rank_without_pairs_has_padding_only(corpus: ParallelCorpus, in_blocks: bool) -> None:
-    batch = collate(corpus, [np.array([], np.int64)], SPECIAL, SHAPE._replace(in_blocks=in_blocks), num_target_tokens=9)
+def test_a_rank_without_pairs_has_padding_only(corpus: ParallelCorpus) -> None:
+    """One group of a token of padding, so that plain attention has gradients for DDP to reduce."""
+    batch = collate(corpus, [np.array([], np.int64)], SPECIAL, SHAPE, num_target_tokens=9)
     [one] = batch.micro_batches
     assert one.target_output.unique().tolist() == [0]
-    assert one.source_segments.tolist() == ([-1] * 64 if in_blocks else [0, 3, 7, 10, 14, 14])
+    assert one.source_offsets.tolist() == [0, 3, 7, 10, 14, 14]
+    assert one.groups == [(1, 1, 1)]
     assert (batch.num_tokens, batch.num_target_tokens) == (0, 9)
 
 
+def test_groups_of_similar_length() -> None:
+    """By the longer side. A pair is in a group with one up to a quarter longer, or up to four tokens longer."""
+    source = np.array([100, 80, 79, 64, 63, 12, 10, 8, 7, 3, 1, 1])
+    target = np.array([90, 30, 79, 60, 50, 12, 10, 6, 2, 2, 1, 1])
+    groups = [(2, 100, 90), (2, 79, 79), (1, 63, 50), (3, 12, 12), (2, 7, 2), (2, 1, 1)]
+    assert length_groups(source, target) == groups
+    assert length_groups(target, source) == [(count, second, first) for count, first, second in groups]
+    rng = np.random.default_rng(1)
+    lengths = -np.sort(-rng.integers(1, 300, (2, 1000)).max(0))
+    groups = length_groups(lengths, lengths)
+    assert sum(group.num_pairs for group in groups) == len(lengths)
+    padded = sum(group.num_pairs * group.longest_source**2 for group in groups)
+    assert padded <= 1.5 * (lengths**2).sum()
+    assert len(groups) < 25
+
+
 @pytest.mark.parametrize("mean_length", [2.0, 2.2, 2.4, 3.0])
-@pytest.mark.parametrize("in_blocks", [False, True])
-def test_tensors_begin_at_16_bytes(corpus: ParallelCorpus, mean_length: float, in_blocks: bool) -> None:
+def test_tensors_begin_at_16_bytes(corpus: ParallelCorpus, mean_length: float) -> None:
     """Inductor copies others."""
     options = {"batch_tokens": 300, "max_tokens_per_device": 128, "world_size": 1}
-    shape = row_shape((mean_length, mean_length), 4, **options, in_blocks=in_blocks)
+    shape = row_shape((mean_length, mean_length), 4, **options)
     batch = collate(corpus, [np.array([2, 0]), np.array([3]), np.array([1])], SPECIAL, shape, num_target_tokens=9)
     tensors = [value for one in batch.micro_batches for value in vars(one).values() if isinstance(value, torch.Tensor)]
     assert len(tensors) == 3 * 7

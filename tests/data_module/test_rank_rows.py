@@ -17,7 +17,7 @@ from tests.data_module.test_batch_plan import lengths
 def shape(source: np.ndarray, target: np.ndarray, **options: int | None) -> RowShape:
     means, longest = (float(source.mean()), float(target.mean())), int(max(source.max(), target.max()))
     given_options = {"batch_tokens": int(max(source.sum(), target.sum())), "max_tokens_per_device": None, **options}
-    return row_shape(means, longest, world_size=given_options.pop("world_size", 1), in_blocks=False, **given_options)
+    return row_shape(means, longest, world_size=given_options.pop("world_size", 1), **given_options)
 
 
 def divided(source: np.ndarray, target: np.ndarray, row: RowShape, world_size: int) -> list[list[np.ndarray]]:
@@ -105,7 +105,7 @@ def test_more_ranks_than_pairs() -> None:
 
 
 def test_row_lengths_by_hand() -> None:
-    options = {"batch_tokens": 25_000, "max_tokens_per_device": None, "in_blocks": False}
+    options = {"batch_tokens": 25_000, "max_tokens_per_device": None}
     # One rank: the target row holds the batch, the source row its share of the mean and 5 % more.
     one = row_shape((18.0, 20.0), 257, world_size=1, **options)
     assert (one.source_tokens, one.target_tokens) == (128 * ceil((25_000 * 0.9 * 1.05 + 16) / 128), 25_088)

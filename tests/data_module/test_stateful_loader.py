@@ -26,21 +26,17 @@ from data_module.tokenization.tokenizer import Tokenizer
 SPECIAL = SpecialIds(pad=0, bos=2, eos=3)
 
 
-def dataset(
-    folder: Path, plans: Epochs, rank: int = 0, world_size: int = 1, in_blocks: bool = True
-) -> RankBatchDataset:
+def dataset(folder: Path, plans: Epochs, rank: int = 0, world_size: int = 1) -> RankBatchDataset:
     corpus = open_corpus(folder, "train")
     means = (1.0 + len(corpus.source.tokens) / 300, 1.0 + len(corpus.target.tokens) / 300)
-    options: dict[str, Any] = {"batch_tokens": 400, "max_tokens_per_device": None, "in_blocks": in_blocks}
+    options: dict[str, Any] = {"batch_tokens": 400, "max_tokens_per_device": None}
     shape = row_shape(means, 1 + corpus.longest, world_size=world_size, **options)
     return RankBatchDataset(plans, SPECIAL, rank=rank, world_size=world_size, shape=shape)
 
 
-def loader(
-    folder: Path, workers: int = 0, rank: int = 0, world_size: int = 1, in_blocks: bool = True
-) -> StatefulLoader:
+def loader(folder: Path, workers: int = 0, rank: int = 0, world_size: int = 1) -> StatefulLoader:
     plans = Epochs([open_corpus(folder, "train")], batch_tokens=400, seed=1)
-    return StatefulLoader(dataset(folder, plans, rank, world_size, in_blocks), workers=workers, pin_memory=False)
+    return StatefulLoader(dataset(folder, plans, rank, world_size), workers=workers, pin_memory=False)
 
 
 def pairs(rank_batch: RankBatch) -> list[int]:
@@ -60,11 +56,10 @@ def sentences(ids: torch.Tensor) -> list[list[int]]:
     return found[:-1]
 
 
-@pytest.mark.parametrize("in_blocks", [True, False])
-def test_batches_contain_the_corpus(tiny_corpus: Path, in_blocks: bool) -> None:
+def test_batches_contain_the_corpus(tiny_corpus: Path) -> None:
     tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
     texts = {side: (tiny_corpus.parent / f"train.{side}").read_text().splitlines() for side in ("source", "target")}
-    for rank_batch in islice(loader(tiny_corpus, in_blocks=in_blocks), 8):
+    for rank_batch in islice(loader(tiny_corpus), 8):
         [batch] = rank_batch.micro_batches
         for side, row in (("source", batch.source), ("target", batch.target_output)):
             found = tokenizer.decode(sentences(row))

@@ -3,15 +3,16 @@
 from model.backend import Backend
 from model.fast.compilation import CompiledForward
 from model.loss import PYTORCH_LOSS
-from model.packed_attention import PYTORCH_ATTENTION
+from model.packed_attention import FLASH_ATTENTION, PLAIN_ATTENTION
 
 
 def make_backend(
     device: str, kernels: str = "pytorch", compiled: bool = False, precision: str = "bf16-mixed"
 ) -> Backend:
     """Return the backend of a GPU; on a CPU, which has no Triton, that of PyTorch's operators."""
-    attention, loss = PYTORCH_ATTENTION, PYTORCH_LOSS
-    if device == "cuda" and kernels == "triton":
+    loss, on_gpu = PYTORCH_LOSS, device == "cuda"
+    attention = FLASH_ATTENTION if on_gpu and precision.endswith("-mixed") else PLAIN_ATTENTION
+    if on_gpu and kernels == "triton":
         from model.fast.triton_attention import TRITON_ATTENTION
         from model.fast.triton_loss import TRITON_LOSS
 

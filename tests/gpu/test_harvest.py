@@ -33,7 +33,7 @@ def test_every_stage_writes_its_results(tmp_path: Path) -> None:
     for one in found["attention"]:
         assert one["forward_and_backward_milliseconds"] > 0 if "refused" not in one else one["refused"]
     measured = [one["name"] for one in found["attention"] if "refused" not in one]
-    assert measured == ["blocks"] * 4 + ["flash", "flash", "plain products", "plain products"]
+    assert measured == ["groups"] * 4 + ["flash", "flash", "plain products", "plain products"]
     about = [(one["kernels"], one["passes"]) for one in found["loss"]]
     assert about[:4] == [("triton", 1), ("triton", 2), ("pytorch", 1), ("pytorch", 2)]
     assert about[4:] == [("triton", 1), ("pytorch", 1)] * 5
@@ -106,14 +106,14 @@ def test_kernels_are_added_up_by_name_and_step() -> None:
     ]
 
 
-@pytest.mark.parametrize(("micro_batches", "in_blocks"), [(1, False), (8, False), (1, True)])
-def test_synthetic_steps_are_what_they_say(micro_batches: int, in_blocks: bool) -> None:
+@pytest.mark.parametrize("micro_batches", [1, 8])
+def test_synthetic_steps_are_what_they_say(micro_batches: int) -> None:
     lengths = pair_lengths()
-    steps = training_steps(lengths, 50, micro_batches, in_blocks)
+    steps = training_steps(lengths, 50, micro_batches)
     assert len({tuple(step.ids.tolist()) for step in steps}) == len(steps) == NUM_STEPS
     for step in steps:
         batches = step.micro_batches
-        assert [bool(batch.blocks) for batch in batches] == [in_blocks] * micro_batches
+        assert len(batches) == micro_batches
         for of_side, ids in zip(lengths, ("source", "target_output"), strict=True):
             assert 0.93 * STEP_TOKENS < of_side.sum() <= STEP_TOKENS
             rows = torch.cat([getattr(batch, ids).flatten() for batch in batches])

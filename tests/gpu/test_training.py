@@ -3,6 +3,7 @@
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from data_module.settings import BatchSettings
 from data_module.translation_data_module import TranslationDataModule
 from model.backend import Backend
 from model.loss import label_smoothed_loss
+from model.packed_attention import PLAIN_ATTENTION
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import TranslationModule
 from pipeline.benchmark.train import PeakMemory
@@ -48,15 +50,14 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NETWORK = NetworkSettings(num_layers=1, d_model=128, d_ff=64, num_heads=2, dropout=0.0)
 """Its heads have a size that every kernel supports."""
 LENGTHS = [[(9, 7)] * 5, [(20, 24), (3, 3), (19, 70)], [(6, 6)]]
-"""Source and target length of the pairs of each micro-batch; the longest needs a block of the second width."""
+"""Source and target length of the pairs of each micro-batch."""
 LAYOUTS = [
     ("cpu", "padded"),
-    ("cpu", "in blocks"),
+    ("cpu", "plain"),
     pytest.param("cuda", "padded", marks=pytest.mark.gpu),
-    pytest.param("cuda", "in blocks", marks=pytest.mark.gpu),
+    pytest.param("cuda", "plain", marks=pytest.mark.gpu),
     pytest.param("cuda", "triton", marks=pytest.mark.gpu),
 ]
-"""Sentences lie end to end on a GPU only: for Triton's kernels, and in 16 bits for flash attention."""
 FLASH = pytest.param("cuda", "flash", marks=pytest.mark.gpu)
 KERNELS = [pytest.param("cuda", kernels, marks=pytest.mark.gpu) for kernels in ("pytorch", "triton")]
 
@@ -93,6 +94,14 @@ def module(device: str, kernels: str = "pytorch", backend: Backend | None = None
     return made.to(device).train()
 
 
+def module_for(device: str, layout: str) -> Any:
+    """Return a module with the attention that a layout of `LAYOUTS` names."""
+    made = module(device, "triton" if layout == "triton" else "pytorch")
+    if layout == "plain":
+        made.backend = replace(made.backend, attention=PLAIN_ATTENTION)
+    return made
+
+
 class _NoWaiting(Callback):
     """After a few batches, makes synchronization with the GPU an error."""
 
@@ -124,12 +133,13 @@ class _NoWaiting(Callback):
 def test_no_step_waits_for_the_device(
     device: str, kernels: str, compiled: bool, precision: str, corpus_folder: Path
 ) -> None:
-    """Covers loader, copy, micro-batches in blocks and end to end, loss, clipping, Adam, EMA, Lightning and monitor."""
+    """Covers loader, copy, micro-batches for all attentions, loss, clipping, Adam, EMA, Lightning and monitor."""
     batches = BatchSettings(batch_tokens=400, max_tokens_per_device=160)
     options = {"accelerator": "cpu" if device == "cpu" else "gpu", "precision": precision}
     backend = choose_backend(kernels, compiled, options, NETWORK)
-    assert backend.in_blocks == (device == "cpu" or (precision == "32-true" and kernels == "pytorch"))
-    data = TranslationDataModule(corpus_folder, batches, SPECIAL, seed=1, in_blocks=backend.in_blocks)
+    plain = device == "cpu" or (precision == "32-true" and kernels == "pytorch")
+    assert (backend.attention.name == "plain") == plain
+    data = TranslationDataModule(corpus_folder, batches, SPECIAL, seed=1, constant_rows=backend.constant_rows)
     watch = _NoWaiting()
     float16 = precision_plugin({"precision": precision, "accelerator": device})
     trainer = Trainer(
@@ -157,7 +167,7 @@ def test_no_step_waits_for_the_device(
 def test_tritons_kernels_are_chosen_where_they_can_run() -> None:
     """The kernels are run and compared; heads that are too large, and a missing compiler, are found before that."""
     options = {"accelerator": "gpu", "precision": "bf16-mixed"}
-    assert choose_backend("pytorch", None, options, NETWORK).attention.name == "PyTorch"
+    assert choose_backend("pytorch", None, options, NETWORK).attention.name == "flash"
     large = NetworkSettings(num_layers=1, d_model=512, num_heads=2)
     [note] = choose_backend(None, None, options, large).notes
     assert note.endswith("they do not take heads with d_k 256 and d_v 256")
@@ -215,7 +225,7 @@ def test_nothing_is_compiled_in_training_steps(
     """Steps of one or more micro-batches; under DDP with the graph split at its buckets. EMA reads the weights."""
     torch.compiler.reset()
     batches = BatchSettings(batch_tokens=400, max_tokens_per_device=160)
-    data = TranslationDataModule(corpus_folder, batches, SPECIAL, seed=1, in_blocks=False)
+    data = TranslationDataModule(corpus_folder, batches, SPECIAL, seed=1)
     count = _CountCompilations()
     strategy = single_stream_ddp() if parallel else "auto"
     train_alone(data, module("cuda", compiled=True), strategy, MemoryProbe(data), EMA(decay=0.9), count)
@@ -228,7 +238,7 @@ def test_nothing_is_compiled_in_training_steps(
 def test_ddp_uses_the_stream_of_training(corpus_folder: Path) -> None:
     """PyTorch warns where gradients are accumulated on another stream; a warning is an error here."""
     torch.set_warn_always(True)
-    data = TranslationDataModule(corpus_folder, BatchSettings(batch_tokens=400), SPECIAL, seed=1, in_blocks=False)
+    data = TranslationDataModule(corpus_folder, BatchSettings(batch_tokens=400), SPECIAL, seed=1)
     try:
         train_alone(data, module("cuda"), single_stream_ddp())
     finally:
@@ -246,18 +256,16 @@ def test_training_batches_are_in_memory_that_a_gpu_copies_by_itself(device: str,
 @pytest.mark.parametrize(("device", "layout"), [LAYOUTS[1], *LAYOUTS[3:], FLASH])
 def test_kernels_of_packed_rows(device: str, layout: str) -> None:
     """The encoder and both attentions of the decoder take the kernel of the layout, forward and backward."""
-    made = module(device, "triton" if layout == "triton" else "pytorch")
-    [batch] = packed([LENGTHS[1]], in_blocks=layout == "in blocks").to(device).micro_batches
+    made = module_for(device, layout)
+    [batch] = packed([LENGTHS[1]]).to(device).micro_batches
     with profile(activities=[ProfilerActivity.CPU]) as profiler, torch.autocast(device, torch.bfloat16):
         made.losses(batch).smoothed.backward()
     calls = Counter(event.name for event in profiler.events())
     flash = ["aten::_flash_attention_forward", "aten::_flash_attention_backward"]
-    blocks = ["attention_pipeline::block_attention", "attention_pipeline::block_attention_backward"]
     triton = ["attention_pipeline::segment_attention", "attention_pipeline::segment_attention_backward"]
     assert [calls[name] for name in flash] == [3 * (layout == "flash")] * 2
-    assert [calls[name] for name in blocks] == [3 * (layout == "in blocks")] * 2
     assert [calls[name] for name in triton] == [3 * (layout == "triton")] * 2
-    assert calls["aten::scaled_dot_product_attention"] == 0
+    assert bool(calls["aten::scaled_dot_product_attention"]) == (layout == "plain")
 
 
 @pytest.mark.gpu
@@ -271,7 +279,7 @@ def test_all_batches_of_a_gpu_share_one_graph(kernels: str) -> None:
         [(source, target) for source, target in draws.integers(2, 40, (count, 2)).tolist()] for count in range(1, 21)
     ]
     with Compilations() as compilations:
-        for batch in packed(micro_batches, in_blocks=False).to("cuda").micro_batches:
+        for batch in packed(micro_batches).to("cuda").micro_batches:
             with torch.autocast("cuda", torch.bfloat16):
                 found, expected = made.states(batch), eager.states(batch)
             found.sum().backward()
@@ -306,7 +314,7 @@ def loss_and_gradient(
     total = torch.zeros((), device=device)
     batches: Any = [padded(lengths).to(device) for lengths in LENGTHS]
     if layout != "padded":  # the same random sentences
-        batches = packed(LENGTHS, in_blocks=layout == "in blocks").to(device).micro_batches
+        batches = packed(LENGTHS).to(device).micro_batches
     for batch in batches:
         with torch.autocast(device, low, enabled=low is not None):
             sums = made.losses(batch)
@@ -320,7 +328,7 @@ def loss_and_gradient(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_stay_near_float32(device: str, layout: str, dtype: torch.dtype) -> None:
     exact, exact_gradient = loss_and_gradient(module("cpu"), "cpu", "padded")
-    made = module(device, "triton" if layout == "triton" else "pytorch")
+    made = module_for(device, layout)
     low, low_gradient = loss_and_gradient(made, device, layout, dtype)
     torch.testing.assert_close(low, exact, rtol=0.005, atol=0)
     assert (low_gradient - exact_gradient).norm() < 0.03 * exact_gradient.norm()

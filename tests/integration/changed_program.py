@@ -101,16 +101,16 @@ def stale_checkpoint() -> None:
 
 
 def other_backend() -> None:
-    """Rank 1 has PyTorch's loss, and the other layout of rows."""
+    """Rank 1 has PyTorch's loss, and flash attention."""
 
     def changed(*arguments: Any) -> Backend:
         chosen = choose_backend(*arguments)
         if process_rank() == 0:
             return chosen
-        return replace(chosen, loss=PYTORCH_LOSS, in_blocks=not chosen.in_blocks, notes=("no compiler",))
+        return replace(chosen, loss=PYTORCH_LOSS, attention=packed_attention.FLASH_ATTENTION, notes=("no compiler",))
 
     backend.choose_backend = changed
-    # PyTorch's kernel for rows end to end runs on GPUs only.
+    # PyTorch's kernel runs on GPUs only.
     packed_attention._flash = sentence_by_sentence
 
 

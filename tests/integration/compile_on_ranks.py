@@ -1,9 +1,9 @@
 """Train a compiled network on two ranks: `python -m tests.integration.compile_on_ranks CORPUS RESULTS`.
 
-`TranslationModule.warm_up` is called before the first step, as the memory probe does on a GPU. On a CPU sentences lie
-in blocks; all blocks have one width here, so that there is one graph. Each rank writes `RANK.json` to RESULTS: numbers
-of compilations, of graphs and of the parts that DDP splits them into, before the first step and at the end; and sums of
-the gradients of the rehearsal, which differ between ranks unless they are reduced, and of the trained weights.
+`TranslationModule.warm_up` is called before the first step, as the memory probe does on a GPU. Another attention
+stands in for flash attention. Each rank writes `RANK.json` to RESULTS: numbers of compilations, of graphs and of the
+parts that DDP splits them into, before the first step and at the end; and sums of the gradients of the rehearsal, which
+differ between ranks unless they are reduced, and of the trained weights.
 """
 
 import json
@@ -22,13 +22,15 @@ from data_module.batching.batch import RankBatch, SpecialIds
 from data_module.settings import BatchSettings
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
+from model import packed_attention
+from model.backend import Backend
 from model.fast.compilation import CompiledForward
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import TranslationModule
 from pipeline.compat.lightning import SingleStreamDDP, call_as_step
 from pipeline.runtime.console import quiet_lightning
 from tests.compilations import Compilations
-from tests.model.sentence_batches import packed, row_shape
+from tests.model.sentence_batches import masked_attention, packed
 
 NUM_STEPS = 6
 
@@ -78,14 +80,15 @@ if __name__ == "__main__":
     network = NetworkSettings(num_layers=2, d_model=128, d_ff=512, num_heads=4, dropout=0.1)
     training = TrainingSettings(warmup_steps=10)
     torch.manual_seed(1)
-    module = TranslationModule(tokenizer.vocabulary_size, special, network, training, DecodingSettings(), seed=1)
+    packed_attention._flash = masked_attention
+    backend = Backend(attention=packed_attention.FLASH_ATTENTION)
+    module = TranslationModule(tokenizer.vocabulary_size, special, network, training, DecodingSettings(), 1, backend)
     # Inductor would take minutes, and what is compiled, when and for which buckets does not depend on it.
     graphs = Graphs()
     module.compiled_forward = CompiledForward(module.network, backend=graphs)  # type: ignore[arg-type]
     data = TranslationDataModule(corpus, BatchSettings(batch_tokens=800, max_tokens_per_device=300), special, seed=1)
-    assert data.longest <= 64
-    lengths = [[(9, 7), (20, 11)] * (20 + int(os.environ.get("LOCAL_RANK", 0)))]
-    batch = packed(lengths, shape=row_shape(lengths)._replace(longest=data.longest))
+    lengths = [[(9, 7), (20, 11)] * (5 + int(os.environ.get("LOCAL_RANK", 0)))]
+    batch = packed(lengths, shape=data.row_shape(2))
     trainer = Trainer(
         accelerator="cpu",
         devices=2,

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -21,12 +22,12 @@ from model.fast.compiled_search import CompiledSearch
 from model.fast.dropout import Dropout
 from model.fast.packed_linear import LazyPackedLinear, LazyPackedProjection, PackedLinear, PackedProjection
 from model.loss import LossFunctions, read_logit_pairs, read_logits
-from model.packed_attention import Attention
+from model.packed_attention import FLASH_ATTENTION, Attention
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 from pipeline.runtime.backend import load_compiled_attention, load_compiled_loss, load_compiled_search
 from tests.model import kernel_cases
-from tests.model.sentence_batches import VOCABULARY, arguments, packed
+from tests.model.sentence_batches import VOCABULARY, arguments, masked_attention, packed
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 """Difference that is allowed, as a share of the largest value."""
@@ -102,10 +103,13 @@ def check_attention(
     kind: str,
     attention: Callable[[], Attention] | None = None,
 ) -> None:
-    """`model.packed_attention.flash_attention`, which needs a GPU: by the formula, one sentence at a time."""
-    sentences = kernel_cases.CROSS if kind == "cross" else kernel_cases.RAGGED
-    own = attention() if attention else None
-    kernel_cases.check_attention(kernel_cases.Heads(*heads), sentences, kind, dtype, device, attention=own)
+    """`model.packed_attention.flash_attention`, which needs a GPU: by the formula, one sentence at a time.
+
+    For an attention that is given, also with lengths beside the sizes of its tiles.
+    """
+    own, sentences = attention() if attention else None, kernel_cases.CROSS if kind == "cross" else kernel_cases.RAGGED
+    for lengths in (sentences, kernel_cases.EDGES) if own else (sentences,):
+        kernel_cases.check_attention(kernel_cases.Heads(*heads), lengths, kind, dtype, device, attention=own)
 
 
 def check_linear(device: str, make: Callable[[nn.Linear], Callable[[Tensor], Tensor]], rows: int, width: int) -> None:
@@ -128,27 +132,29 @@ def check_dropout(device: str, dtype: torch.dtype) -> None:
     compare(lambda x: x * (drop(torch.ones_like(x)) != 0) / 0.75, drop, [torch.randn(30, 7)], dtype, device, 1)
 
 
-def check_compiled_forward(device: str, in_blocks: bool) -> None:
+def check_compiled_forward(device: str) -> None:
     """`Transformer.rows`, with gradients of all weights."""
     settings = NetworkSettings(num_layers=1, d_model=16, d_ff=24, num_heads=2, dropout=0.0)
     torch.manual_seed(3)
     network = Transformer(VOCABULARY, settings)
     weights = [weight.detach().clone() for weight in network.parameters()]
-    [batch] = packed([[(7, 9), (20, 34), (1, 1)]], in_blocks=in_blocks).to(device).micro_batches
+    [batch] = packed([[(7, 9), (20, 34), (1, 1)]]).to(device).micro_batches
 
     def states(forward: Callable[[Transformer], Callable[..., Tensor]]) -> Callable[..., Tensor]:
         def compute(*values: Tensor) -> Tensor:
             copied = Transformer(VOCABULARY, settings).to(values[0])
             for parameter, value in zip(copied.parameters(), values, strict=True):
                 parameter.data = value.detach()
-            result = forward(copied)(*arguments(batch, values[0].dtype))
+            result = forward(copied)(*arguments(batch, values[0].dtype, FLASH_ATTENTION))
             gradients = torch.autograd.grad(result, list(copied.parameters()), _upstream(result))
             return result, *gradients
 
         return compute
 
     torch.compiler.reset()
-    compare(states(lambda one: one.rows), states(lambda one: CompiledForward(one, "aot_eager")), weights, torch.float32)
+    with mock.patch("model.packed_attention._flash", masked_attention):
+        fast = states(lambda one: CompiledForward(one, "aot_eager"))
+        compare(states(lambda one: one.rows), fast, weights, torch.float32)
     torch.compiler.reset()
 
 
@@ -189,9 +195,10 @@ FAST_PATHS = {
     "attention in C++": FastPath(
         check_attention,
         [
-            (heads, torch.float32, kind, lambda: load_compiled_attention().attention())
+            (heads, dtype, kind, lambda: load_compiled_attention().attention())
+            for dtype in CPU_DTYPES
             for kind in kernel_cases.KINDS
-            for heads in ((2, 16, 48), (1, 64, 16))
+            for heads in ((2, 16, 48), (1, 64, 16), (3, 32, 32))
         ],
     ),
     "attention in Triton": FastPath(
@@ -222,7 +229,7 @@ FAST_PATHS = {
         ],
     ),
     "dropout": FastPath(check_dropout, [(dtype,) for dtype in GPU_DTYPES]),
-    "compiled forward pass": FastPath(check_compiled_forward, [(True,)]),
+    "compiled forward pass": FastPath(check_compiled_forward, [()]),
     "search in C++": FastPath(check_search, [(0,), (1,)]),
 }
 """The fast paths of `model/fast/`."""

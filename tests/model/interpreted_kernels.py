@@ -21,7 +21,7 @@ from model.fast.triton_attention import TRITON_ATTENTION, segment_attention, seg
 from model.fast.triton_check import failure
 from model.fast.triton_loss import TRITON_LOSS
 from model.loss import label_smoothed_loss
-from model.packed_attention import PYTORCH_ATTENTION, Attention
+from model.packed_attention import PLAIN_ATTENTION, Attention
 from model.padded_transformer import PaddedTransformer
 from model.settings import NetworkSettings
 from model.transformer import Transformer
@@ -133,7 +133,7 @@ def test_the_operators_are_what_they_tell_the_compiler(kind: str, with_dropout: 
         opcheck(segment_attention_backward, (torch.ones_like(results[0]), results, tensors, *rest), test_utils=checks)
 
 
-def test_the_network_is_that_of_blocks_and_of_padded_batches() -> None:
+def test_the_network_is_that_of_plain_attention_and_of_padded_batches() -> None:
     """Loss and gradients; the last micro-batch has no sentence."""
     settings = NetworkSettings(num_layers=1, d_model=16, d_ff=24, num_heads=2, dropout=0.0, d_k=5, d_v=7, pre_norm=True)
     torch.manual_seed(3)
@@ -148,11 +148,10 @@ def test_the_network_is_that_of_blocks_and_of_padded_batches() -> None:
         return torch.cat([loss[None], parameters_to_vector(torch.autograd.grad(loss, list(network.parameters())))])
 
     lengths = [(7, 9), (1, 3), (20, 34), (33, 30), (3, 1), (1, 1), (9, 9)]
-    expected = loss_and_gradient(padded(lengths), PYTORCH_ATTENTION)
-    [batch, empty] = packed([lengths, []], in_blocks=False).micro_batches
-    [in_blocks] = packed([lengths]).micro_batches
-    for one, attention in ((in_blocks, PYTORCH_ATTENTION), (batch, TRITON_ATTENTION)):
-        found = loss_and_gradient(one, attention)
+    expected = loss_and_gradient(padded(lengths), PLAIN_ATTENTION)
+    [batch, empty] = packed([lengths, []]).micro_batches
+    for attention in (PLAIN_ATTENTION, TRITON_ATTENTION):
+        found = loss_and_gradient(batch, attention)
         assert (found - expected).norm() < 1e-5 * expected.norm()
     assert not loss_and_gradient(empty, TRITON_ATTENTION).any()
 

@@ -101,10 +101,11 @@ def run(
 
 
 def run_attention(attention: Attention, tensors: list[Tensor], heads: Heads, sentences: Sentences, kind: str) -> Tensor:
-    """Run an attention of a CPU that reads no ids."""
+    """Run a kernel of a CPU that reads no ids."""
+    assert attention.function is not None
     *_, queries, keys = segments(sentences, kind, "cpu")
-    own = Segments(queries, keys, 0, kind == "causal", None, None, attention.function, [])
-    return attention.function(tensors, own, None, heads.count, heads.d_k)
+    own = Segments(queries, keys, 0, kind == "causal")
+    return attention.function(tensors, own, heads.count, heads.d_k, 0.0)
 
 
 def check_attention(
@@ -146,7 +147,7 @@ def assert_near(found: Tensor, wanted: Tensor, tolerance: float) -> None:
 
 
 def dropout_state(probability: float, seed: int, offset: int, device: str) -> Tensor:
-    """Return what `model.packed_attention.dropout_state` draws, with these random numbers."""
+    """Return what `model.fast.triton_attention.dropout_state` draws, with these random numbers."""
     return torch.tensor([round(probability * 2**32), seed, offset], dtype=torch.int64, device=device)
 
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch, SpecialIds, collate
 from data_module.batching.rank_rows import RowShape
 from data_module.corpus.store import ParallelCorpus
-from model.packed_attention import PYTORCH_ATTENTION, Attention, Segments, packed_segments
+from model.packed_attention import PLAIN_ATTENTION, Attention, Segments, packed_segments
 from model.padded_transformer import PaddedTransformer
 from model.transformer import Transformer
 
@@ -58,17 +59,15 @@ def padded(lengths: Lengths, special: SpecialIds = SPECIAL) -> PaddedBatch:
     )
 
 
-def row_shape(micro_batches: list[Lengths], in_blocks: bool = True) -> RowShape:
+def row_shape(micro_batches: list[Lengths]) -> RowShape:
     """Return a shape for these micro-batches, with more padding than the longest sentence has tokens, on both sides."""
     source, target = (max(sum(pair[side] for pair in one) for one in micro_batches) for side in (0, 1))
     longest = max((max(pair) for one in micro_batches for pair in one), default=1)
     segments = max(map(len, micro_batches)) + 9
-    return RowShape(source + 2 * longest, target + 3 * longest, segments, longest, 1, in_blocks)
+    return RowShape(source + 2 * longest, target + 3 * longest, segments, longest, 1)
 
 
-def packed(
-    micro_batches: list[Lengths], in_blocks: bool = True, shape: RowShape | None = None, **options: Any
-) -> RankBatch:
+def packed(micro_batches: list[Lengths], shape: RowShape | None = None, **options: Any) -> RankBatch:
     """Return the pairs of each micro-batch as one rank's part of a step, whose target tokens are all its own."""
     stores: list[Any] = []
     pairs = [pair for lengths in micro_batches for pair in sentences(lengths)]
@@ -82,13 +81,13 @@ def packed(
     for one in micro_batches:
         rows.append(np.arange(start, start + len(one)))
         start += len(one)
-    shape = shape or row_shape(micro_batches, in_blocks)
+    shape = shape or row_shape(micro_batches)
     num_tokens = sum(pair[1] for one in micro_batches for pair in one)
     return collate(corpus, rows, SPECIAL, shape, **{"num_target_tokens": num_tokens, **options})
 
 
 def arguments(
-    batch: PackedBatch, dtype: torch.dtype = torch.float32, attention: Attention = PYTORCH_ATTENTION
+    batch: PackedBatch, dtype: torch.dtype = torch.float32, attention: Attention = PLAIN_ATTENTION
 ) -> tuple[Any, ...]:
     """Return the arguments of `Transformer.rows`."""
     return (
@@ -98,11 +97,11 @@ def arguments(
     )
 
 
-def states(network: Transformer, batch: PackedBatch | PaddedBatch) -> Tensor:
+def states(network: Transformer, batch: PackedBatch | PaddedBatch, attention: Attention = PLAIN_ATTENTION) -> Tensor:
     """Return the decoder states of a batch, in the dtype of the network."""
     if isinstance(batch, PaddedBatch):
         return PaddedTransformer(network)(batch.source, batch.target_input, batch.source_mask)
-    return network.rows(*arguments(batch, network.embedding.weight.dtype))
+    return network.rows(*arguments(batch, network.embedding.weight.dtype, attention))
 
 
 Part = slice | Tensor
@@ -146,3 +145,16 @@ def sentence_by_sentence(query: Tensor, key: Tensor, value: Tensor, segments: Se
         assert max(end - start for start, end in pairwise(offsets)) <= segments.longest
         parts.append([slice(*ends) for ends in pairwise(offsets)])
     return attention_of_parts((query, key, value), zip(*parts, strict=True), segments.is_causal)
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+    """Stand in for variable-length flash attention, which needs a GPU, in a form that the compiler can trace."""
+    own, other = (
+        torch.searchsorted(offsets, torch.arange(rows.size(0), dtype=offsets.dtype), right=True)
+        for offsets, rows in ((segments.query_offsets, query), (segments.key_offsets, key))
+    )
+    allowed = own[:, None] == other
+    if segments.is_causal:
+        allowed &= torch.ones_like(allowed).tril()
+    heads = F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in (query, key, value)), attn_mask=allowed)
+    return heads.transpose(0, 1).flatten(1)

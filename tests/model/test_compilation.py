@@ -1,8 +1,6 @@
-"""torch.compile in training gives the same results and checkpoints, with few graphs for all micro-batches."""
+"""torch.compile in training gives the same results and checkpoints, with one graph for all micro-batches."""
 
-import itertools
 import multiprocessing
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -22,62 +20,52 @@ from model.backend import Backend
 from model.fast.compilation import CompiledForward
 from model.fast.dropout import Dropout
 from model.loss import label_smoothed_loss
-from model.packed_attention import Segments
+from model.packed_attention import FLASH_ATTENTION
 from model.padded_transformer import PaddedTransformer
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import TranslationModule
 from model.transformer import Transformer
-from tests.model.sentence_batches import PAD, SPECIAL, VOCABULARY, Lengths, arguments, packed, padded, row_shape
+from tests.model.sentence_batches import (
+    PAD,
+    SPECIAL,
+    VOCABULARY,
+    Lengths,
+    arguments,
+    masked_attention,
+    packed,
+    padded,
+    row_shape,
+)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SETTINGS = NetworkSettings(num_layers=1, d_model=16, d_ff=24, num_heads=2, dropout=0.0)
-WIDTHS = (64, 128, 256, 512)
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    """Start each test without compiled code."""
+def _fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Start each test without compiled code, and with an attention that can be compiled without a GPU."""
+    monkeypatch.setattr(model.packed_attention, "_flash", masked_attention)
     torch.compiler.reset()
     yield
     torch.compiler.set_stance("default")
     torch.compiler.reset()
 
 
-def in_blocks(*counts: int) -> PackedBatch:
-    """Return a micro-batch of so many blocks of 64, 128, 256 and 512 tokens."""
-    lengths = []
-    for width, count in zip(WIDTHS, counts, strict=False):
-        lengths += [(width - 2, width - 1), (width - 1, width - 5)][:count] + [(width - 3, width - 4)] * (count - 2)
-    shape = row_shape([lengths])._replace(longest=512)
-    [batch] = packed([lengths], shape=shape).micro_batches
-    assert batch.blocks == [(count, width) for width, count in zip(WIDTHS, counts, strict=False) if count]
-    return batch
-
-
-def end_to_end(device: str = "cpu") -> list[PackedBatch]:
+def micro_batches(device: str = "cpu") -> list[PackedBatch]:
     """Return micro-batches of one shape, of different sentences, from steps of one to four; the last has none."""
     parts: list[Lengths] = [[(3 + number, 9), (9, 2 + number)] * (number + 1) for number in range(9)] + [[]]
-    shape = row_shape(parts, in_blocks=False)
+    shape = row_shape(parts)
     steps = (parts[:1], parts[1:3], parts[3:6], parts[6:])
     return [batch for step in steps for batch in packed(step, shape=shape).to(device).micro_batches]
-
-
-def masked_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
-    """Stand in for variable-length flash attention, which needs a GPU, in a form that the compiler can trace."""
-    own, other = (
-        torch.searchsorted(offsets, torch.arange(rows.size(0), dtype=offsets.dtype), right=True)
-        for offsets, rows in ((segments.query_offsets, query), (segments.key_offsets, key))
-    )
-    allowed = own[:, None] == other
-    if segments.is_causal:
-        allowed &= torch.ones_like(allowed).tril()
-    heads = F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in (query, key, value)), attn_mask=allowed)
-    return heads.transpose(0, 1).flatten(1)
 
 
 def network() -> Transformer:
     torch.manual_seed(3)
     return Transformer(VOCABULARY, SETTINGS).train()
+
+
+def flash_arguments(batch: PackedBatch, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    return arguments(batch, dtype, FLASH_ATTENTION)
 
 
 def gradients(net: Transformer, states: Tensor, batch: PackedBatch) -> list[Tensor]:
@@ -88,7 +76,7 @@ def gradients(net: Transformer, states: Tensor, batch: PackedBatch) -> list[Tens
 def assert_equals_eager(forward: CompiledForward, net: Transformer, batch: PackedBatch) -> None:
     """Compare states and gradients. States of padding have no meaning, and differ where no key may be attended to."""
     live = (batch.target_output != PAD).unsqueeze(1)
-    compiled, eager = forward(*arguments(batch)), net.rows(*arguments(batch))
+    compiled, eager = (run(*flash_arguments(batch)) for run in (forward, net.rows))
     torch.testing.assert_close(compiled * live, eager * live)
     ours, theirs = gradients(net, compiled, batch), gradients(net, eager, batch)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -104,63 +92,18 @@ class Graphs:
         return graph.forward
 
 
-def test_constant_shapes_are_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model.packed_attention, "_flash", masked_attention)
+def test_constant_shapes_are_one_graph() -> None:
     net, graphs = network(), Graphs()
     forward = CompiledForward(net, backend=graphs)  # type: ignore[arg-type]
-    for batch in end_to_end():
+    for batch in micro_batches():
         assert_equals_eager(forward, net, batch)
     assert graphs.count == 1
-
-
-def test_a_graph_runs_any_number_of_blocks() -> None:
-    """Also a single block of a width, and as many as the block has rows."""
-    net, graphs = network(), Graphs()
-    forward = CompiledForward(net, backend=graphs)  # type: ignore[arg-type]
-    for counts in ((3,), (5, 2), (1, 2)):
-        assert_equals_eager(forward, net, in_blocks(*counts))
-    expected = graphs.count
-    assert expected <= 3
-    for counts in ((1,), (2,), (64,), (5,), (1, 1), (2, 1), (1, 4), (7, 3)):
-        assert_equals_eager(forward, net, in_blocks(*counts))
-    assert graphs.count == expected
-
-
-def test_attention_dropout_is_part_of_the_graph() -> None:
-    """It draws as without the compiler, in both passes, and is drawn anew in each step."""
-    torch.manual_seed(3)
-    net, graphs = Transformer(VOCABULARY, replace(SETTINGS, attention_dropout=0.3)).train(), Graphs()
-    forward = CompiledForward(net, backend=graphs)  # type: ignore[arg-type]
-    for count in (3, 5, 2):
-        batch = in_blocks(count)
-        results = []
-        for run, seed in ((forward, 1), (net.rows, 1), (forward, 2)):
-            torch.manual_seed(seed)
-            states = run(*arguments(batch))
-            results.append([states, *gradients(net, states, batch)])
-        torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
-        assert (results[0][0] - results[2][0]).abs().max() > 0.01
-    assert graphs.count == 1
-
-
-@pytest.mark.slow
-@torch._dynamo.config.patch(recompile_limit=2)
-def test_any_widths_compile_and_the_number_of_graphs_stays_bounded() -> None:
-    """There may be more graphs than PyTorch is set to allow."""
-    net, graphs = network(), Graphs()
-    forward = CompiledForward(net, backend=graphs)  # type: ignore[arg-type]
-    every = [counts for counts in itertools.product((0, 1, 3), (0, 1, 2), (0, 1, 2), (0, 1, 2)) if any(counts)]
-    random.Random(1).shuffle(every)
-    for counts in every:
-        assert_equals_eager(forward, net, in_blocks(*counts))
-    num_sets = 2 ** len(WIDTHS) - 1
-    assert 2 < graphs.count <= num_sets
 
 
 def module(compiled: bool, dropout: float = 0.0) -> TranslationModule:
     torch.manual_seed(3)
     settings = replace(SETTINGS, dropout=dropout)
-    backend = Backend(compiled=CompiledForward if compiled else None)
+    backend = Backend(attention=FLASH_ATTENTION, compiled=CompiledForward if compiled else None)
     return TranslationModule(VOCABULARY, SPECIAL, settings, TrainingSettings(), DecodingSettings(), 1, backend)
 
 
@@ -178,12 +121,8 @@ def test_a_compiled_step_is_the_eager_one_and_validation_compiles_nothing(device
         one.zero_grad()
         return [torch.cat([gradient.flatten() for gradient in found if gradient is not None]), *sums]
 
-    if device == "cpu":
-        every, compiling = [in_blocks(*counts) for counts in ((3, 2), (5, 1), (1, 1), (2, 3), (1, 2))], 2
-    else:
-        every, compiling = end_to_end(device), 1
-    for number, batch in enumerate(every):
-        if number == compiling:
+    for number, batch in enumerate(micro_batches(device)):
+        if number == 1:
             torch.compiler.set_stance("fail_on_recompile")
         (gradient, *sums), (expected, *expected_sums) = step(ours, batch), step(theirs, batch)
         assert (gradient - expected).norm() <= 0.02 * expected.norm()
@@ -221,7 +160,7 @@ def test_dropout_that_is_compiled_or_scripted_is_pytorchs() -> None:
 @pytest.mark.slow
 def test_compiled_dropout_depends_on_the_seed_alone() -> None:
     one = module(compiled=True, dropout=0.3).train()
-    batch = in_blocks(3, 1)
+    batch = micro_batches()[3]
     torch.manual_seed(5)
     first = one.losses(batch).smoothed
     assert one.losses(batch).smoothed != first
@@ -244,7 +183,7 @@ def train_rank(rank: int, folder: Path) -> None:
                 self.net, self.compiled = net, CompiledForward(net, backend="aot_eager")
 
             def forward(self, batch: PackedBatch) -> Tensor:
-                return self.compiled(*arguments(batch, torch.float32))
+                return self.compiled(*flash_arguments(batch, torch.float32))
 
         parallel = DistributedDataParallel(Training(), gradient_as_bucket_view=True, bucket_cap_mb=1)
         order: list[str] = []
@@ -259,16 +198,17 @@ def train_rank(rank: int, folder: Path) -> None:
         last = net.encoder[0].self_attention.output.weight  # among the last gradients of the backward pass
         last.register_post_accumulate_grad_hook(lambda _: order.append("last gradients"))
         parameters = dict(net.named_parameters())
-        for number, counts in enumerate((((3, 2), (4, 1)), ((5, 1), (1, 2)), ((1, 2), (2, 2)), ((2, 3), (1, 1)))):
-            batches = [in_blocks(*own) for own in counts]
-            if number == 2:  # any number of blocks is compiled, and DDP has built its buckets
+        every = micro_batches()
+        for number in range(4):
+            batches = every[2 * number : 2 * number + 2]
+            if number == 2:  # all is compiled, and DDP has built its buckets
                 torch.compiler.set_stance("fail_on_recompile")
             order.clear()
             parallel.zero_grad()
             parallel(batches[rank]).square().sum().backward()
             if number >= 2:
                 assert order.index("last gradients") >= 2
-            losses = [net.rows(*arguments(batch, torch.float32)).square().sum() for batch in batches]
+            losses = [net.rows(*flash_arguments(batch, torch.float32)).square().sum() for batch in batches]
             eager = dict(zip(parameters, torch.autograd.grad(sum(losses) / 2, list(parameters.values())), strict=True))
             found = {name: parameter.grad for name, parameter in parameters.items()}
             torch.testing.assert_close(found, eager, rtol=1e-3, atol=1e-3)

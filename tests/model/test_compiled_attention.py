@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.fast.compiled_attention import CompiledAttention
+from model.fast.compiled_attention import DTYPES, CompiledAttention
 from pipeline.runtime.backend import load_compiled_attention
 from tests.model.kernel_cases import CROSS, EDGES, Heads, Sentences, inputs, run_attention
 
@@ -24,10 +24,13 @@ def results(compiled: CompiledAttention, tensors: list[Tensor], sentences: Sente
     return [result, *torch.autograd.grad(result, tensors, result.detach().sin())]
 
 
-def test_results_do_not_depend_on_threads(compiled: CompiledAttention, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_do_not_depend_on_threads(
+    dtype: torch.dtype, compiled: CompiledAttention, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """EDGES has enough tokens for several threads, CROSS for one only."""
     for sentences in (EDGES, CROSS):
-        tensors = inputs(HEADS, sentences, "cross", torch.float32, "cpu")
+        tensors = inputs(HEADS, sentences, "cross", dtype, "cpu")
         found = []
         for num_threads in (1, 5, 64):
             monkeypatch.setattr(torch, "get_num_threads", lambda number=num_threads: number)
@@ -38,10 +41,13 @@ def test_results_do_not_depend_on_threads(compiled: CompiledAttention, monkeypat
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("row", [0, 18, 39])
-def test_a_number_that_is_not_finite_reaches_the_result(value: float, row: int, compiled: CompiledAttention) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_number_that_is_not_finite_reaches_the_result(
+    dtype: torch.dtype, value: float, row: int, compiled: CompiledAttention
+) -> None:
     """So that the step is skipped. Also at the ends of a sentence, which is the second of three."""
     sentences = Sentences([5, 40, 6], [5, 40, 6])
-    [projected] = inputs(HEADS, sentences, "self", torch.float32, "cpu")
+    [projected] = inputs(HEADS, sentences, "self", dtype, "cpu")
     with torch.no_grad():
         projected[5 + row, 7] = value  # of a query
     result = run_attention(compiled.attention(), [projected], HEADS, sentences, "self")

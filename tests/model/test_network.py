@@ -10,10 +10,11 @@ from torch import nn
 from model.attention import CrossAttention, SelfAttention, attention
 from model.fast.dropout import Dropout
 from model.layers import DecoderLayer, EncoderLayer
-from model.packed_attention import BLOCK_ATTENTION, Segments, block_bias
+from model.packed_attention import packed_segments
 from model.padded_transformer import PaddedTransformer, attention_maps
 from model.settings import NetworkSettings
 from model.transformer import SinusoidalPositions, Transformer, sinusoidal_table
+from tests.model.sentence_batches import packed, row_shape
 
 TINY = NetworkSettings(num_layers=2, d_model=16, d_ff=24, num_heads=4, dropout=0.0)
 
@@ -319,12 +320,8 @@ def test_dropout_inside_sub_layers(name: str, is_packed: bool) -> None:
             if name == "activation_dropout":
                 found = module(rows) if is_packed else module(x)[0]
             elif is_packed:
-                sentences = torch.zeros(1, 40, dtype=torch.int32)
-                bias_of_blocks = [block_bias(sentences, sentences, False, torch.float64)]
-                found = module.rows(
-                    rows,
-                    Segments(sentences, sentences, 40, False, None, None, BLOCK_ATTENTION.function, bias_of_blocks),
-                )
+                [batch] = packed([[(40, 40)]], row_shape([[(40, 40)]])._replace(source_tokens=40)).micro_batches
+                found = module.rows(rows, packed_segments(batch, torch.float64)[0])
             else:
                 found = module(x, None)[0]
             results[share, mode] = found.detach()

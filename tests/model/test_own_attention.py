@@ -98,7 +98,7 @@ def test_packed_rows_are_padded_batches_and_training_learns_the_numbers() -> Non
     network = make(dropout=0.0).double().train()
     numbers = network.encoder[1].self_attention.by_distance
     before, losses = numbers.detach().clone(), []
-    batch = packed([PAIRS], in_blocks=True).micro_batches[0]
+    batch = packed([PAIRS]).micro_batches[0]
 
     def loss_and_gradient(batch: Any) -> list[Tensor]:
         target = batch.target_output

@@ -1,280 +1,255 @@
-"""Attention in blocks against the attention of one sentence at a time, in float64, in uninitialized memory."""
+"""Plain attention against the attention of one sentence at a time, in float64, in uninitialized memory."""
 
-import random
-from typing import NamedTuple
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
-import model.packed_attention
-from data_module.batching.batch import NO_SENTENCE
+from model.attention import attention
 from model.packed_attention import (
-    KEPT_WIDTH,
-    PYTORCH_ATTENTION,
+    FLASH_ATTENTION,
+    PLAIN_ATTENTION,
     Attention,
-    block_attention,
-    block_attention_backward,
-    block_bias,
-    dropout_state,
+    Segments,
+    attend_in_groups,
     flash_attention,
     packed_segments,
+    split_inputs,
 )
-from tests.model.sentence_batches import attention_of_parts, packed, row_shape
+from tests.model.sentence_batches import Lengths, attention_of_parts, packed, row_shape
 
 pytestmark = pytest.mark.usefixtures("uninitialized_memory_is_nan")
 
 HEADS, D_K, D_V = 3, 5, 7
-UNUSED = 4
-"""Rows after the last block."""
-LAYOUTS = {
-    "one width": [(3, 64)],
-    "two widths": [(5, 64), (2, 128)],
-    "kept and not": [(1, 64), (2, 128), (1, 512)],
-    "not kept": [(3, 512)],
-    "single": [(1, 64)],
-}
-assert 128 <= KEPT_WIDTH < 512
+KINDS = ("self", "causal", "cross")
+RAGGED: Lengths = [(66, 71), (70, 64), (33, 30), (30, 33), (29, 27), (9, 9), (1, 8), (8, 3), (1, 1)]
+"""In descending order of the longer side; groups of two, three, three and one."""
 
 
-class Rows(NamedTuple):
-    """The sentence of each row in blocks."""
-
-    blocks: list[tuple[int, int]]
-    query: Tensor
-    key: Tensor
-
-    def biases(self, is_causal: bool, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-        biases, row = [], 0
-        for count, width in self.blocks:
-            one = slice(row, row + count * width)
-            sides = (side[one].view(count, width) for side in (self.query, self.key))
-            biases.append(block_bias(*sides, is_causal, dtype))
-            row = one.stop
-        return biases
+def segments_of(lengths: Lengths, kind: str, dtype: torch.dtype = torch.float64) -> Segments:
+    [batch] = packed([lengths]).micro_batches
+    return packed_segments(batch, dtype)[KINDS.index(kind)]
 
 
-def make_rows(blocks: list[tuple[int, int]], same_keys: bool) -> Rows:
-    """Fill blocks with sentences. The first block has no padding, and the last of several has no sentence."""
-    draws, sides, sentence = random.Random(3), ([], []), 0
-    widths = [width for count, width in blocks for _ in range(count)]
-    for number, width in enumerate(widths):
-        empty = number == len(widths) - 1 > 0
-        num_sentences = 0 if empty else draws.randint(1, 5)
-        own = []
-        for _ in sides:
-            ends = sorted(draws.sample(range(1, width - 1), num_sentences))
-            if number == 0:
-                ends[-1] = width
-            lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-            rows = [sentence + i for i, length in enumerate(lengths) for _ in range(length)]
-            own.append(rows + [NO_SENTENCE] * (width - len(rows)))
-        if same_keys:
-            own[1] = own[0]
-        for side, rows in zip(sides, own, strict=True):
-            side.extend(rows)
-        sentence += num_sentences
-    query, key = map(torch.tensor, sides)
-    assert (query == NO_SENTENCE).any() == (len(widths) > 1)
-    return Rows(blocks, query, key)
+def inputs_of(lengths: Lengths, kind: str, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Return random queries, keys and values, with NaN at padding."""
+    generator = torch.Generator().manual_seed(1)
+    shape = row_shape([lengths])
+    rows = (shape.source_tokens, HEADS * (2 * D_K + D_V)), (shape.target_tokens, HEADS * (2 * D_K + D_V))
+    sizes = {"self": rows[:1], "causal": rows[1:]}.get(
+        kind, [(shape.target_tokens, HEADS * D_K), (shape.source_tokens, HEADS * (D_K + D_V))]
+    )
+    sides = {"self": (0,), "causal": (1,)}.get(kind, (1, 0))
+    found = []
+    for side, size in zip(sides, sizes, strict=True):
+        x = torch.randn(size, dtype=torch.float64, generator=generator)
+        x[sum(pair[side] for pair in lengths) :] = float("nan")
+        found.append(x.to(dtype).requires_grad_())
+    return found
 
 
-def by_sentence(
-    query: Tensor, key_value: Tensor | None, rows: Rows, is_causal: bool, kept: Tensor | None = None
-) -> Tensor:
+def by_sentence(inputs: list[Tensor], lengths: Lengths, kind: str, kept: Tensor | None = None) -> Tensor:
     """Compute the attention of one sentence at a time, with factors `kept` on the weights."""
-    size = HEADS * D_K
-    if key_value is None:
-        query, key_value = query[:, :size], query[:, size:]
-    heads = [x.unflatten(1, (HEADS, -1)) for x in (query, key_value[:, :size], key_value[:, size:])]
-    sentences = range(int(rows.query.max()) + 1)
-    parts = [[torch.nonzero(side == number).squeeze(1) for side in (rows.query, rows.key)] for number in sentences]
-    return attention_of_parts((heads[0], heads[1], heads[2]), [(own, other) for own, other in parts], is_causal, kept)
+    sides = {"self": (0, 0), "causal": (1, 1)}.get(kind, (1, 0))
+    parts, firsts = [], [0, 0]
+    for pair in lengths:
+        own = [slice(first, first + pair[side]) for first, side in zip(firsts, sides, strict=True)]
+        firsts = [part.stop for part in own]
+        parts.append((own[0], own[1]))
+    query, key, value = (x.unflatten(1, (HEADS, -1)) for x in split_inputs(inputs, HEADS * D_K))
+    return attention_of_parts((query, key, value), parts, kind == "causal", kept)
 
 
-def inputs(rows: Rows, kind: str, dtype: torch.dtype = torch.float64, num_heads: int = HEADS) -> list[Tensor]:
-    torch.manual_seed(1)
-    widths = [num_heads * (2 * D_K + D_V)] if kind != "cross" else [num_heads * D_K, num_heads * (D_K + D_V)]
-    return [torch.randn(len(rows.query) + UNUSED, width, dtype=dtype, requires_grad=True) for width in widths]
+def plain(inputs: list[Tensor], segments: Segments, dropout: float = 0.0) -> Tensor:
+    return attend_in_groups(partial(attention, dropout=dropout), inputs, segments, HEADS, D_K)
 
 
-def live(rows: Rows) -> Tensor:
-    """Return [R, 1], 1 at tokens of sentences and 0 at padding and at tokens in no block."""
-    return F.pad((rows.query != NO_SENTENCE).double(), (0, UNUSED)).unsqueeze(1)
+def upstream(result: Tensor) -> Tensor:
+    return torch.sin(torch.arange(result.numel(), dtype=torch.float64)).view(result.shape).to(result)
 
 
-@pytest.mark.parametrize("blocks", LAYOUTS.values(), ids=list(LAYOUTS))
-@pytest.mark.parametrize("kind", ["self", "causal", "cross"])
-@pytest.mark.parametrize("chunk_blocks", [None, 1, 2])
-def test_equals_attention_of_one_sentence_at_a_time(
-    blocks: list[tuple[int, int]], kind: str, chunk_blocks: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With gradients; all blocks of a width at once, and in chunks of one or two of the narrowest blocks."""
-    if chunk_blocks is not None:
-        scores = chunk_blocks * HEADS * blocks[0][1] ** 2
-        monkeypatch.setattr(model.packed_attention, "_CHUNK_SCORES", scores // torch.get_num_threads())
-    rows = make_rows(blocks, same_keys=kind != "cross")
-    tensors = inputs(rows, kind)
-    query, key_value = tensors if kind == "cross" else (tensors[0], None)
-    result, weights = block_attention(query, key_value, rows.biases(kind == "causal"), None, HEADS, D_K)
-    expected = by_sentence(query, key_value, rows, kind == "causal")
-    torch.testing.assert_close(result * live(rows), expected, rtol=0, atol=1e-10)
-    assert result.isfinite().all()  # also at padding
-    assert not result[-UNUSED:].any()
-    assert weights.isfinite().all()
-    assert weights.numel() == HEADS * sum(count * width**2 for count, width in blocks if width <= KEPT_WIDTH)
-    factors = torch.randn_like(result) * live(rows)
-    ours, theirs = (torch.autograd.grad((x * factors).sum(), tensors) for x in (result, expected))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
-    assert all(gradient[:64].any() for gradient in ours)
-
-
-def kept_weights(rows: Rows, probability: float, state: Tensor) -> Tensor:
-    """Read off which weights are kept, [H, R, R]: keys of 0 weigh alike, and values are columns of an identity."""
-    size, kept = len(rows.query), torch.zeros(HEADS, len(rows.query), len(rows.query), dtype=torch.float64)
-    counts = (rows.query[:, None] == rows.key[None, :]).sum(1, keepdim=True)
-    for first in range(0, size, D_V):
-        values = torch.zeros(size, D_V, dtype=torch.float64)
-        columns = min(D_V, size - first)
-        values[first : first + columns, :columns] = torch.eye(columns)
-        key_value = torch.cat([torch.zeros(size, HEADS * D_K), values.repeat(1, HEADS)], 1).double()
-        query = torch.zeros(size, HEADS * D_K, dtype=torch.float64)
-        found = block_attention(query, key_value, rows.biases(False), state, HEADS, D_K)[0].unflatten(1, (HEADS, D_V))
-        kept[:, :, first : first + columns] = (found[:, :, :columns] * counts[:, None]).transpose(0, 1)
-    of_sentences = (rows.query[:, None] == rows.key[None, :]) & (rows.query[:, None] != NO_SENTENCE)
-    kept *= of_sentences
-    one = 32768 / (32768 - round(probability * 32768))
-    assert kept[kept != 0].sub(one).abs().max() < 1e-9
-    share = float((kept != 0).sum() / of_sentences.sum() / HEADS)
-    assert abs(share - 1 + probability) < 0.02
-    return kept
-
-
-@pytest.mark.parametrize("kind", ["self", "causal", "cross"])
-@pytest.mark.parametrize("chunk_blocks", [None, 1])
-def test_dropout(kind: str, chunk_blocks: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weights that are dropped are those of plain attention with that mask, in both passes, whatever the chunks."""
-    rows, state = make_rows(LAYOUTS["kept and not"], same_keys=kind != "cross"), torch.tensor([3 << 30, 5, 2**31 - 1])
-    kept = kept_weights(rows, 0.75, state)
-    if chunk_blocks is not None:
-        monkeypatch.setattr(model.packed_attention, "_CHUNK_SCORES", HEADS * 64**2 // torch.get_num_threads())
-    tensors = inputs(rows, kind)
-    query, key_value = tensors if kind == "cross" else (tensors[0], None)
-    result, _ = block_attention(query, key_value, rows.biases(kind == "causal"), state, HEADS, D_K)
-    expected = by_sentence(query, key_value, rows, kind == "causal", kept=kept)
-    torch.testing.assert_close(result * live(rows), expected, rtol=0, atol=1e-10)
-    factors = torch.randn_like(result) * live(rows)
-    ours, theirs = (torch.autograd.grad((x * factors).sum(), tensors) for x in (result, expected))
+@pytest.mark.parametrize("lengths", [RAGGED, [(300, 280)], [(9, 9)] * 20, [(40, 1), (1, 40)]], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_attention_of_one_sentence_at_a_time(lengths: Lengths, kind: str) -> None:
+    """With gradients; what is at padding changes nothing, and has no gradient."""
+    tensors = inputs_of(lengths, kind)
+    exact = [x.detach().nan_to_num().requires_grad_() for x in tensors]
+    result, expected = plain(tensors, segments_of(lengths, kind)), by_sentence(exact, lengths, kind)
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-10)
+    ours, theirs = (torch.autograd.grad(x, leaves, upstream(x)) for x, leaves in ((result, tensors), (expected, exact)))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 
 
-def test_dropout_masks_are_independent() -> None:
-    """Those of blocks, heads, queries, neighbouring keys and draws differ as two coins do."""
-    probability, width, generator = 0.3, 64, torch.random.fork_rng()
-    sentences = torch.arange(2).repeat_interleave(width)  # one in each block
-    rows = Rows([(2, width)], sentences, sentences)
-    with generator:
-        torch.manual_seed(3)
-        masks = [
-            kept_weights(rows, probability, dropout_state(probability, torch.device("cpu")))[:, :width, :width] != 0
-            for _ in range(2)
-        ]
-        torch.manual_seed(3)
-        again = kept_weights(rows, probability, dropout_state(probability, torch.device("cpu")))
-    assert torch.equal(again[:, :width, :width] != 0, masks[0])
-    second_block = again[:, width:, width:] != 0
+def kept_weights(lengths: Lengths, kind: str, probability: float, seed: int) -> Tensor:
+    """Read off which weights are kept, [H, R, M]: keys of 0 weigh alike, and values are columns of an identity."""
+    segments, rows = segments_of(lengths, kind), [len(x) for x in inputs_of(lengths, kind)]
+    num_queries, num_keys = rows[0], rows[-1]
+    kept = torch.zeros(HEADS, num_queries, num_keys, dtype=torch.float64)
+    for first in range(0, num_keys, D_V):
+        values = torch.zeros(num_keys, HEADS, D_V, dtype=torch.float64)
+        columns = min(D_V, num_keys - first)
+        values[first : first + columns, :, :columns] = torch.eye(columns).unsqueeze(1)
+        projections = [torch.zeros(num_queries, HEADS * D_K), torch.zeros(num_keys, HEADS * D_K), values.flatten(1)]
+        if kind == "cross":
+            inputs = [projections[0].double(), torch.cat(projections[1:], 1)]
+        else:
+            inputs = [torch.cat(projections, 1)]
+        torch.manual_seed(seed)
+        found = plain(inputs, segments, probability).unflatten(1, (HEADS, D_V))
+        kept[:, :, first : first + columns] = found[:, :, :columns].transpose(0, 1)
+    return (kept != 0) / (1 - probability)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout(kind: str) -> None:
+    """The weights that are dropped follow from the seed. Both passes are those of plain attention with that mask."""
+    kept = kept_weights(RAGGED, kind, 0.75, seed=5)
+    tensors, segments = inputs_of(RAGGED, kind), segments_of(RAGGED, kind)
+    exact = [x.detach().nan_to_num().requires_grad_() for x in tensors]
+    torch.manual_seed(5)
+    result = plain(tensors, segments, 0.75)
+    other = plain(tensors, segments, 0.75)
+    expected = by_sentence(exact, RAGGED, kind, kept)
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-10)
+    assert (other - expected).abs().max() > 0.1
+    ours, theirs = (torch.autograd.grad(x, leaves, upstream(x)) for x, leaves in ((result, tensors), (expected, exact)))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+
+
+def test_dropout_keeps_its_share_and_masks_are_independent() -> None:
+    """Those of sentences, heads, queries, neighboring keys and seeds differ as two coins do."""
+    probability, length = 0.3, 64
+    masks = [kept_weights([(length, length)] * 2, "self", probability, seed) != 0 for seed in (3, 4, 3)]
+    assert torch.equal(masks[0], masks[2])
+    first, second = (masks[0][:, part, part] for part in (slice(0, length), slice(length, 2 * length)))
+    # 12,288 weights: a standard deviation of 0.004.
+    assert float(first.double().mean()) == pytest.approx(1 - probability, abs=0.02)
     pairs = {
-        "draws": (masks[0], masks[1]),
-        "blocks": (masks[0], second_block),
-        "heads": (masks[0], masks[0].roll(1, 0)),
-        "queries": (masks[0], masks[0].roll(1, 1)),
-        "keys": (masks[0], masks[0].roll(1, 2)),
-        "four keys": (masks[0], masks[0].roll(4, 2)),
+        "seeds": (first, masks[1][:, :length, :length]),
+        "sentences": (first, second),
+        "heads": (first, first.roll(1, 0)),
+        "queries": (first, first.roll(1, 1)),
+        "keys": (first, first.roll(1, 2)),
+        "four keys": (first, first.roll(4, 2)),
     }
     for name, (one, other) in pairs.items():
-        # 12,288 pairs: a standard deviation of 0.0045.
         differ = float((one != other).double().mean())
         assert abs(differ - 2 * probability * (1 - probability)) < 0.02, name
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("causal", torch.bfloat16), ("cross", torch.float16)])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_16_bits_stay_near_float64(kind: str, dtype: torch.dtype, autocast: bool) -> None:
-    """Autocast to another type changes nothing, since the operator has the type of its input."""
-    rows = make_rows([(3, 64), (1, 512)], same_keys=kind != "cross")
-    tensors = [x.detach().to(dtype).requires_grad_() for x in inputs(rows, kind)]
-    exact = [x.detach().double().requires_grad_() for x in tensors]
+def test_16_bits_are_computed_in_float32_on_a_cpu(kind: str, dtype: torch.dtype, autocast: bool) -> None:
+    """Whatever autocast's type is: the result is that of float32, rounded once."""
+    tensors, exact = inputs_of(RAGGED, kind, dtype), inputs_of(RAGGED, kind, torch.float32)
+    exact = [x.detach().float().requires_grad_() for x in tensors]
     other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
-    query, key_value = tensors if kind == "cross" else (tensors[0], None)
     with torch.autocast("cpu", other, enabled=autocast):
-        result, _ = block_attention(query, key_value, rows.biases(kind == "causal", dtype), None, HEADS, D_K)
-        loss = (result.double() * live(rows)).square().sum()
-    found = torch.autograd.grad(loss, tensors)
-    expected = by_sentence(*(exact if kind == "cross" else (exact[0], None)), rows, kind == "causal")
-    expected_gradients = torch.autograd.grad(expected.square().sum(), exact)
-    assert result.dtype == dtype
-    for one, other_one in zip((result * live(rows), *found), (expected, *expected_gradients), strict=True):
-        assert (one.double() - other_one).norm() < 0.02 * other_one.norm()
+        result = plain(tensors, segments_of(RAGGED, kind, dtype))
+    expected = plain(exact, segments_of(RAGGED, kind, torch.float32))
+    assert torch.equal(result, expected.to(dtype))
+    gradient = upstream(result)
+    found = torch.autograd.grad(result, tensors, gradient)
+    wanted = torch.autograd.grad(expected, exact, gradient.float())
+    for one, other_one in zip(found, wanted, strict=True):
+        assert torch.equal(one, other_one.to(dtype))
 
 
-@pytest.mark.parametrize("kind", ["self", "cross"])
-@pytest.mark.parametrize("blocks", [LAYOUTS["two widths"], LAYOUTS["kept and not"]], ids=["kept", "kept and not"])
-def test_the_operators_are_what_they_tell_the_compiler(kind: str, blocks: list[tuple[int, int]]) -> None:
-    """Schema, shapes, autograd and tracing, by PyTorch's own check."""
-    rows = make_rows(blocks, same_keys=kind != "cross")
-    tensors = inputs(rows, kind, num_heads=1)
-    query, key_value = tensors if kind == "cross" else (tensors[0], None)
-    biases = rows.biases(False)
-    for state in (None, dropout_state(0.3, torch.device("cpu"))):
-        opcheck(block_attention, (query, key_value, biases, state, 1, D_K))
-        with torch.no_grad():
-            result, weights = block_attention(query, key_value, biases, state, 1, D_K)
-            opcheck(
-                block_attention_backward, (torch.ones_like(result), weights, query, key_value, biases, state, 1, D_K)
-            )
+class Largest(TorchDispatchMode):
+    """Notes the number of elements of the largest tensor that an operator makes."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        tensors = result if isinstance(result, (tuple, list)) else [result]
+        self.largest = max(self.largest, *(x.untyped_storage().nbytes() // x.itemsize for x in tensors))
+        return result
+
+
+def test_memory_grows_with_the_longest_group() -> None:
+    """25,000 tokens, 1,000 of them of one sentence. Padded to one rectangle, there would be 800 squares of 1,000."""
+    lengths: Lengths = [(1000, 1000)] + [(30, 30)] * 800
+    [batch] = packed([lengths]).micro_batches
+    query = torch.randn(batch.source.numel(), HEADS * (2 * D_K + D_V), requires_grad=True)
+    with Largest() as noted:
+        encoder, _, _ = packed_segments(batch, torch.float32)
+        plain([query], encoder).sum().backward()
+    assert noted.largest <= 3 * max(1000**2, 800 * 30**2)
+
+
+def test_no_offset_is_read_from_the_device() -> None:
+    """A tensor on the device `meta` has no numbers: reading one raises."""
+    [batch] = packed([RAGGED]).to("meta").micro_batches
+    for kind, segments in zip(KINDS, packed_segments(batch, torch.float32), strict=True):
+        tensors = [torch.empty_like(x, device="meta", requires_grad=True) for x in inputs_of(RAGGED, kind)]
+        result = plain(tensors, segments)
+        result.sum().backward()
+        assert result.shape == (len(tensors[0]), HEADS * D_V)
 
 
 def test_segments_of_the_three_attentions() -> None:
     """The encoder reads the source, the decoder the target up to each token, and from there the source."""
-    [batch] = packed([[(3, 4), (5, 2)]]).micro_batches
-    encoder, decoder, cross = (one.biases[0] == 0 for one in packed_segments(batch, torch.float32))
-    assert encoder.shape == (64, 64)
-    source, target = batch.source_segments.tolist(), batch.target_segments.tolist()
-    assert (source.count(0), target.count(0), source.count(1), target.count(1)) == (3, 4, 5, 2)
-    for row in range(64):
-        for column in range(64):
-            dead = target[row] == NO_SENTENCE
-            assert encoder[row, column] == (source[row] == source[column] or source[row] == NO_SENTENCE)
-            assert decoder[row, column] == (dead or (target[row] == target[column] and column <= row))
-            assert cross[row, column] == (dead or target[row] == source[column])
-    [batch] = packed([[(3, 4), (5, 2)]], in_blocks=False).micro_batches
-    kinds = packed_segments(batch, torch.float32)
-    assert [(one.is_causal, one.biases, one.longest) for one in kinds] == [
-        (False, [], 5),
-        (True, [], 5),
-        (False, [], 5),
+    [batch] = packed([[(5, 2), (3, 4)]]).micro_batches
+    kinds = packed_segments(batch, torch.float32, FLASH_ATTENTION)
+    assert [(one.is_causal, one.padded, one.longest) for one in kinds] == [
+        (False, None, 5),
+        (True, None, 5),
+        (False, None, 5),
     ]
-    starts = [[0, 3, 8], [0, 4, 6]]
+    starts = [[0, 5, 8], [0, 2, 6]]
     for one, query, key in zip(kinds, (0, 1, 1), (0, 1, 0), strict=True):
         assert one.query_offsets[:3].tolist() == starts[query]
         assert one.key_offsets[:3].tolist() == starts[key]
+        assert one.kernel is flash_attention
+
+
+def test_padded_groups_by_hand() -> None:
+    """One group: sentences of 5 and 3 tokens, whose translations have 2 and 4."""
+    shape = row_shape([[(5, 2), (3, 4)]])._replace(source_tokens=10, target_tokens=7)
+    [batch] = packed([[(5, 2), (3, 4)]], shape).micro_batches
+    encoder, decoder, cross = (one.padded for one in packed_segments(batch, torch.float32, PLAIN_ATTENTION))
+    assert encoder.queries.tokens.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 7, 7, 0]
+    assert encoder.queries.is_filler[:, 0].tolist() == [False] * 8 + [True] * 3
+    assert encoder.queries.cells.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 10, 10]
+    assert decoder.queries.tokens.tolist() == [0, 1, 1, 1, 2, 3, 4, 5, 0]
+    assert decoder.queries.cells.tolist() == [0, 1, 4, 5, 6, 7, 8]
+    assert [side is other for side, other in ((cross.queries, decoder.keys), (cross.keys, encoder.queries))] == [
+        True
+    ] * 2
+    [group] = encoder.groups
+    hidden = float("-inf")
+    assert group[:3] == (2, 5, 5)
+    assert group.bias.tolist() == [[[[0] * 5]], [[[0, 0, 0, hidden, hidden]]]]
+    [group] = cross.groups
+    assert group[:3] == (2, 4, 5)
+    assert group.bias is encoder.groups[0].bias
+    [group] = decoder.groups
+    assert group[:3] == (2, 4, 4)
+    assert group.bias.shape == (1, 1, 4, 4)
+    assert (group.bias[0, 0] == 0).tolist() == torch.ones(4, 4).tril().bool().tolist()
 
 
 def test_segments_for_the_kernels_by_hand() -> None:
-    """Sentences of 3 and 5 tokens, their translations of 4 and 2, a segment of 3 dead tokens, and two of none."""
-    shape = row_shape([[(3, 4), (5, 2)]], in_blocks=False)._replace(source_tokens=11, target_tokens=9, segments=5)
-    [batch] = packed([[(3, 4), (5, 2)]], in_blocks=False, shape=shape).micro_batches
-    source = [0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2], [0, 3, 8, 11, 11, 11]
-    target = [0, 0, 0, 0, 1, 1, 2, 2, 2], [0, 4, 6, 9, 9, 9]
+    """Sentences of 5 and 3 tokens, their translations of 2 and 4, a segment of 3 dead tokens, and two of none."""
+    shape = row_shape([[(5, 2), (3, 4)]])._replace(source_tokens=11, target_tokens=9, segments=5)
+    [batch] = packed([[(5, 2), (3, 4)]], shape).micro_batches
+    source = [0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 2], [0, 5, 8, 11, 11, 11]
+    target = [0, 0, 1, 1, 1, 1, 2, 2, 2], [0, 2, 6, 9, 9, 9]
     own = Attention("own", flash_attention, reads_ids=True)
     kinds = packed_segments(batch, torch.float32, own)
     for one, query, key in zip(kinds, (source, target, target), (source, target, source), strict=True):
         given = one.query_ids, one.key_ids, one.query_offsets, one.key_offsets
         assert [list(map(int, each)) for each in given] == [query[0], key[0], query[1], key[1]]
         assert {each.dtype for each in given} == {torch.int32}
-        assert not one.biases
-    for attention, layout in ((PYTORCH_ATTENTION, {"in_blocks": False}), (own, {})):
-        [batch] = packed([[(3, 4)]], **layout).micro_batches
-        assert all(one.query_ids is None for one in packed_segments(batch, torch.float32, attention))
+        assert one.padded is None
+    for attention_of_all in (PLAIN_ATTENTION, FLASH_ATTENTION):
+        assert all(one.query_ids is None for one in packed_segments(batch, torch.float32, attention_of_all))
+
+
+def test_biases_of_version_1_0_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"reads `segments\.biases`.*override `attend` alone"):
+        _ = segments_of(RAGGED, "self").biases

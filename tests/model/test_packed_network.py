@@ -11,9 +11,20 @@ import model.packed_attention
 from data_module.batching.batch import PackedBatch, PaddedBatch
 from model.fast.dropout import Dropout
 from model.loss import label_smoothed_loss
+from model.packed_attention import FLASH_ATTENTION, PLAIN_ATTENTION, Attention
 from model.settings import NetworkSettings
 from model.transformer import Transformer
-from tests.model.sentence_batches import PAD, VOCABULARY, Lengths, packed, padded, sentence_by_sentence, states
+from pipeline.runtime.backend import load_compiled_attention
+from tests.model.sentence_batches import (
+    PAD,
+    VOCABULARY,
+    Lengths,
+    arguments,
+    packed,
+    padded,
+    sentence_by_sentence,
+    states,
+)
 
 TINY = NetworkSettings(num_layers=2, d_model=16, d_ff=24, num_heads=4, dropout=0.0)
 SENTENCES: Lengths = [
@@ -29,7 +40,7 @@ SENTENCES: Lengths = [
     (300, 400),
     (9, 9),
 ]
-"""Blocks of 64, 128, 256 and 512 tokens. The weights of the last are not kept."""
+ATTENTIONS = {"plain": PLAIN_ATTENTION, "flash": FLASH_ATTENTION}
 VARIANTS = {
     "paper": {},
     "pre-norm": {"pre_norm": True},
@@ -54,20 +65,23 @@ def make_network(variant: str = "paper", **settings: object) -> Transformer:
     return network
 
 
-def losses_and_gradient(network: Transformer, batch: PackedBatch | PaddedBatch) -> tuple[Tensor, Tensor]:
-    sums = label_smoothed_loss(states(network, batch), network.embedding.weight, batch.target_output, 0.1, PAD)
+def losses_and_gradient(
+    network: Transformer, batch: PackedBatch | PaddedBatch, attention: Attention = PLAIN_ATTENTION
+) -> tuple[Tensor, Tensor]:
+    sums = label_smoothed_loss(
+        states(network, batch, attention), network.embedding.weight, batch.target_output, 0.1, PAD
+    )
     gradients = torch.autograd.grad(sums.smoothed, list(network.parameters()))
     return torch.stack(sums).detach(), parameters_to_vector(gradients)
 
 
-@pytest.mark.parametrize("in_blocks", [False, True])
+@pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_loss_and_gradients_are_those_of_a_padded_batch(variant: str, in_blocks: bool) -> None:
+def test_loss_and_gradients_are_those_of_a_padded_batch(variant: str, attention: str) -> None:
     network = make_network(variant)
-    [batch] = packed([SENTENCES], in_blocks).micro_batches
-    assert [width for _, width in batch.blocks] == ([64, 128, 256, 512] if in_blocks else [])
+    [batch] = packed([SENTENCES]).micro_batches
     assert (batch.target_output == PAD).any()  # dead rows
-    sums, gradient = losses_and_gradient(network, batch)
+    sums, gradient = losses_and_gradient(network, batch, ATTENTIONS[attention])
     expected_sums, expected_gradient = losses_and_gradient(network, padded(SENTENCES))
     torch.testing.assert_close(sums, expected_sums, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-10)
@@ -76,12 +90,28 @@ def test_loss_and_gradients_are_those_of_a_padded_batch(variant: str, in_blocks:
 def test_a_micro_batch_of_dead_rows_has_no_loss_and_no_gradient() -> None:
     """A rank without sentences runs one."""
     network = make_network()
-    for in_blocks in (False, True):
-        [_, batch] = packed([SENTENCES, []], in_blocks).micro_batches
-        sums, gradient = losses_and_gradient(network, batch)
+    for attention in ATTENTIONS.values():
+        [_, batch] = packed([SENTENCES, []]).micro_batches
+        sums, gradient = losses_and_gradient(network, batch, attention)
         assert not sums.any()
         assert not gradient.any()
-        assert states(network, batch).isfinite().all()
+        assert states(network, batch, attention).isfinite().all()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
+def test_the_compiled_attention_in_the_network(dtype: torch.dtype, tolerance: float) -> None:
+    """In bfloat16 by autocast, as in training: the gradients are those of float64, to rounding."""
+    network = make_network(d_k=16, d_v=32)
+    [batch] = packed([SENTENCES]).micro_batches
+    sums, gradient = losses_and_gradient(network, batch)
+    compiled = load_compiled_attention().attention()
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        network.float()
+        states = network.rows(*arguments(batch, dtype, compiled))
+        found = label_smoothed_loss(states, network.embedding.weight, batch.target_output, 0.1, PAD)
+    gradients = parameters_to_vector(torch.autograd.grad(found.smoothed, list(network.parameters())))
+    torch.testing.assert_close(found.smoothed.double(), sums[0], rtol=tolerance, atol=0)
+    assert (gradients - gradient).norm() <= tolerance * gradient.norm()
 
 
 def test_positions_past_the_learned_ones_are_refused() -> None:

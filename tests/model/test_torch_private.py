@@ -1,11 +1,9 @@
 """PyTorch's private interfaces are where `model/torch_private.py` looks for them, and do what it says."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from model import torch_private
 from model.optimization import take_step
@@ -17,40 +15,6 @@ def test_packed_products() -> None:
     packed = torch_private.pack_weight(weight)
     torch.testing.assert_close(torch_private.packed_linear(x, packed, bias), F.linear(x, weight, bias))
     torch.testing.assert_close(torch_private.packed_linear(x, packed, None), F.linear(x, weight))
-
-
-@pytest.fixture
-def _restored_limit() -> Iterator[None]:
-    before = torch._dynamo.config.recompile_limit
-    torch.compiler.reset()
-    yield
-    torch._dynamo.config.recompile_limit = before
-    torch.compiler.reset()
-
-
-@pytest.mark.usefixtures("_restored_limit")
-def test_sizes_vary_within_one_graph_and_graphs_are_limited() -> None:
-    graphs = 0
-
-    def count(graph: torch.fx.GraphModule, _: list[Tensor]) -> object:
-        nonlocal graphs
-        graphs += 1
-        return graph.forward
-
-    doubled = torch.compile(lambda x: x * 2, backend=count)
-    for rows in (5, 6, 7):
-        x = torch.zeros(rows, 5)
-        torch_private.mark_dynamic(x, 0, 1)
-        doubled(x)
-    assert graphs == 1
-    torch._dynamo.config.recompile_limit = 2
-    torch_private.allow_graphs(1)
-    assert torch._dynamo.config.recompile_limit == 2
-    torch_private.allow_graphs(20)
-    constant = torch.compile(lambda x, number: x * number, backend=count, fullgraph=True, dynamic=False)
-    for number in range(12):
-        constant(torch.zeros(3), number)
-    assert graphs == 13
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])

@@ -20,7 +20,7 @@ from model.decoding import BeamSearch
 from model.fast.compiled_search import EXTRA_TOKENS, agreement_cases
 from model.layers import NORMS
 from model.loss import PYTORCH_LOSS
-from model.packed_attention import PYTORCH_ATTENTION
+from model.packed_attention import FLASH_ATTENTION, PLAIN_ATTENTION
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import TranslationModule
 from pipeline.runtime.backend import choose_backend, compiled_search
@@ -44,7 +44,8 @@ def assert_impossible(obstacle: str) -> None:
     """Requested: refused. Otherwise PyTorch's kernels, without a word."""
     for kernels in (None, "pytorch"):
         backend = choose_backend(kernels, False, ON_GPU, NETWORK)
-        assert (backend.attention, backend.loss, backend.notes) == (PYTORCH_ATTENTION, PYTORCH_LOSS, ())
+        assert backend.attention in (FLASH_ATTENTION, PLAIN_ATTENTION)
+        assert (backend.loss, backend.notes) == (PYTORCH_LOSS, ())
     with pytest.raises(InputError) as refused:
         choose_backend("triton", False, ON_GPU, NETWORK)
     assert obstacle in str(refused.value)
@@ -105,21 +106,22 @@ def test_a_cpu(recipe_file: Path, tmp_path: Path) -> None:
     doctor = pipeline("doctor", *arguments, "triton")
     assert doctor.returncode == 1
     assert message in doctor.stdout.decode()
-    assert "attention PyTorch, loss PyTorch" in pipeline("doctor", *arguments, "pytorch").stdout.decode()
+    assert "attention plain, loss PyTorch" in pipeline("doctor", *arguments, "pytorch").stdout.decode()
 
 
 def test_where_attention_takes_the_compiled_program() -> None:
-    """In float32, for the paper's attention without dropout, with heads of whole vectors."""
+    """In float32 and bfloat16, for the paper's attention without dropout, with heads of whole vectors."""
 
-    def chosen(precision: str = "32-true", compiles: bool | None = None, **settings: Any) -> str:
+    def chosen(precision: str = "32-true", kernels: str | None = None, **settings: Any) -> str:
         options = {"accelerator": "cpu", "precision": precision}
-        backend = choose_backend(None, compiles, options, NetworkSettings(**settings))
-        assert (backend.attention.name == "C++") == (not backend.in_blocks) == (not backend.constant_rows)
+        backend = choose_backend(kernels, None, options, NetworkSettings(**settings))
+        assert not backend.constant_rows
+        assert f"attention {backend.attention.name}, " in backend.line()
         return backend.attention.name
 
-    assert chosen() == chosen(d_k=16, d_v=48) == "C++"
-    assert {chosen("bf16-mixed"), chosen(compiles=True), chosen(d_k=24), chosen(d_v=8)} == {"PyTorch"}
-    assert chosen(attention_dropout=0.1) == "PyTorch"
+    assert {chosen(), chosen("bf16-mixed"), chosen(d_k=16, d_v=48)} == {"C++"}
+    assert {chosen("64-true"), chosen("16-mixed"), chosen(d_k=24), chosen(d_v=8)} == {"plain"}
+    assert {chosen(attention_dropout=0.1), chosen(kernels="pytorch")} == {"plain"}
 
 
 @pytest.mark.parametrize(
@@ -175,35 +177,35 @@ def test_validation_searches_with_the_weights_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("precision", "settings", "capability", "expected"),
     [
-        ("bf16-mixed", {}, (8, 0), False),
-        ("16-mixed", {}, (12, 0), False),
-        ("16-mixed", {}, (7, 5), True),
-        ("32-true", {}, (8, 0), True),
-        ("64-true", {}, (8, 0), True),
-        ("bf16-mixed", {"d_k": 32}, (8, 0), True),
-        ("bf16-mixed", {"d_k": 32, "d_v": 32}, (8, 0), False),
-        ("bf16-mixed", {"d_k": 20, "d_v": 20}, (8, 0), True),
-        ("bf16-mixed", {"d_k": 256, "d_v": 256}, (8, 0), False),
-        ("bf16-mixed", {"attention_dropout": 0.1}, (8, 0), True),
-        ("bf16-mixed", {"d_k": 264, "d_v": 264}, (8, 0), True),
+        ("bf16-mixed", {}, (8, 0), "flash"),
+        ("16-mixed", {}, (12, 0), "flash"),
+        ("16-mixed", {}, (7, 5), "plain"),
+        ("32-true", {}, (8, 0), "plain"),
+        ("64-true", {}, (8, 0), "plain"),
+        ("bf16-mixed", {"d_k": 32}, (8, 0), "plain"),
+        ("bf16-mixed", {"d_k": 32, "d_v": 32}, (8, 0), "flash"),
+        ("bf16-mixed", {"d_k": 20, "d_v": 20}, (8, 0), "plain"),
+        ("bf16-mixed", {"d_k": 256, "d_v": 256}, (8, 0), "flash"),
+        ("bf16-mixed", {"attention_dropout": 0.1}, (8, 0), "plain"),
+        ("bf16-mixed", {"d_k": 264, "d_v": 264}, (8, 0), "plain"),
     ],
 )
-def test_what_flash_attention_cannot_take_is_in_blocks(
-    precision: str, settings: dict[str, Any], capability: tuple[int, int], expected: bool, gpu: pytest.MonkeyPatch
+def test_what_flash_attention_cannot_take_is_plain(
+    precision: str, settings: dict[str, Any], capability: tuple[int, int], expected: str, gpu: pytest.MonkeyPatch
 ) -> None:
     """The paper's heads, d_k = d_v = 64, unless settings change them, on GPUs of several generations."""
     gpu.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     for accelerator in ("gpu", "cuda", "auto"):
         options = {"accelerator": accelerator, "precision": precision}
         backend = choose_backend("pytorch", False, options, NetworkSettings(**settings))
-        assert (backend.in_blocks, backend.attention.name, backend.loss.name) == (expected, "PyTorch", "PyTorch")
+        assert (backend.attention.name, backend.loss.name) == (expected, "PyTorch")
+        assert backend.constant_rows == (expected == "flash")
 
 
 def test_when_to_compile(gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def chosen(compiles: bool | None, accelerator: str) -> Backend:
-        return choose_backend("pytorch", compiles, {"accelerator": accelerator, "precision": "32-true"}, NETWORK)
+        return choose_backend("pytorch", compiles, {"accelerator": accelerator, "precision": "bf16-mixed"}, NETWORK)
 
-    assert chosen(True, "cpu").compiled
     assert not chosen(None, "cpu").compiled
     assert chosen(None, "auto").compiled
     assert not chosen(False, "auto").compiled
@@ -212,8 +214,8 @@ def test_when_to_compile(gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gpu.setenv("PATH", "")
     [note] = chosen(None, "gpu").notes
     assert note.startswith("training without torch.compile, which is slower: it needs a compiler: none of gcc")
-    with pytest.raises(InputError, match=r"run\.compile: .*g\+\+"):
-        chosen(True, "cpu")
+    with pytest.raises(InputError, match=r"run\.compile: .*gcc"):
+        chosen(True, "gpu")
     gpu.setenv("CC", "/nowhere/cc")
     assert chosen(None, "gpu").notes[0].endswith("needs a compiler: CC names /nowhere/cc, which is not installed")
     gpu.setenv("CC", sys.executable)
@@ -226,6 +228,21 @@ def test_when_to_compile(gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert chosen(None, "gpu").compiled
 
 
+@pytest.mark.parametrize(
+    ("accelerator", "precision", "reason"),
+    [("cpu", "bf16-mixed", "it is for GPUs"), ("gpu", "32-true", "plain attention cannot be compiled")],
+)
+def test_compilation_is_ignored_where_nothing_can_be_compiled(
+    accelerator: str, precision: str, reason: str, gpu: pytest.MonkeyPatch
+) -> None:
+    """With a warning where it is requested; and the backend's line says what runs."""
+    options = {"accelerator": accelerator, "precision": precision}
+    for requested, notes in ((True, (f"run.compile is ignored: {reason}",)), (None, ()), (False, ())):
+        backend = choose_backend("pytorch", requested, options, NETWORK)
+        assert (backend.compiled, backend.notes) == (None, notes)
+        assert "attention plain, loss PyTorch, compilation none" in backend.line()
+
+
 def test_tritons_kernels_run_where_the_check_finds_no_fault(gpu: pytest.MonkeyPatch) -> None:
     """All types, sentences end to end, with attention dropout."""
     gpu.setattr("model.fast.triton_check.failure", lambda *_: None)
@@ -233,7 +250,7 @@ def test_tritons_kernels_run_where_the_check_finds_no_fault(gpu: pytest.MonkeyPa
     for precision in ("32-true", "bf16-mixed"):
         options = {"accelerator": "gpu", "precision": precision}
         backend = choose_backend("triton", False, options, NetworkSettings(attention_dropout=0.1))
-        assert (backend.in_blocks, backend.attention.name, backend.loss.name) == (False, "Triton", "Triton")
+        assert (backend.attention.name, backend.loss.name) == ("Triton", "Triton")
         assert choose_backend(None, False, options, NetworkSettings()).loss.name == "PyTorch"
 
 
@@ -241,7 +258,7 @@ def test_fit_and_doctor_say_what_was_chosen(recipe_file: Path, tmp_path: Path) -
     """And the run folder has it, for each start."""
     options = ["--config", recipe_file, "--run.folder", tmp_path / "run", "--trainer.precision", "32-true"]
     options += ["--trainer.accelerator", "cpu", "--trainer.max_steps", 1]
-    line = "backend: precision 32-true, rows blocks, attention PyTorch, loss C++, compilation none, "
+    line = "backend: precision 32-true, attention plain, loss C++, compilation none, "
     assert f"\nok    {line}" in pipeline("doctor", *options).stdout.decode()
     done = pipeline("fit", *options)
     assert [said.startswith(line) for said in done.stderr.decode().splitlines()].count(True) == 1, done.stderr

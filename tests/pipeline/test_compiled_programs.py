@@ -17,7 +17,7 @@ import pytest
 from model.backend import PYTORCH_SEARCH
 from model.fast import compiled_attention, compiled_loss, compiled_search
 from model.loss import PYTORCH_LOSS
-from model.packed_attention import PYTORCH_ATTENTION
+from model.packed_attention import PLAIN_ATTENTION
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 from pipeline.runtime.backend import (
@@ -183,8 +183,7 @@ def test_without_a_program_pytorch_computes_and_one_line_says_so(
     monkeypatch.setenv("CXX", "no-such-compiler")
     settings = NetworkSettings(num_layers=1, d_model=16, d_ff=8, num_heads=1)
     backend = choose_backend(None, None, {"accelerator": "cpu", "precision": "32-true"}, settings)
-    assert (backend.attention, backend.loss, backend.search) == (PYTORCH_ATTENTION, PYTORCH_LOSS, PYTORCH_SEARCH)
-    assert backend.in_blocks
+    assert (backend.attention, backend.loss, backend.search) == (PLAIN_ATTENTION, PYTORCH_LOSS, PYTORCH_SEARCH)
     reason = "CXX names no-such-compiler, which is not installed"
     assert backend.notes == (f"training without the compiled attention, loss, search, which is slower: {reason}",)
     network = Transformer(10, settings)

@@ -11,24 +11,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from data_module.batching.batch import SpecialIds
-from data_module.batching.blocks import place_in_blocks
 from data_module.errors import InputError
 from data_module.settings import BatchSettings
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
-from model.packed_attention import KEPT_WIDTH
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import TranslationModule
 from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
 from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.memory import MemoryLimit, host_memory_limit, private_memory
-from pipeline.training.memory_probe import MemoryProbe, lengths_to_try
+from pipeline.training.memory_probe import MemoryProbe
 from tests.conftest import ALONE, ROOT, pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*transfer_batch_to_device.*")
@@ -91,30 +88,6 @@ def test_the_probe_restores_all_state(tiny_corpus: Path, capsys: pytest.CaptureF
     assert torch.equal(first["random"], second["random"])
     assert first["data"] == second["data"]
     assert "with micro-batches of 512 tokens a side" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("longest", [1, 20, 22, 33, 64, 65, 100, 128, 129, 256, 257, 300, 700])
-def test_the_lengths_that_take_the_most_memory_are_tried(longest: int) -> None:
-    """65 tokens take a block of 128, in which no other sentence of that length has room.
-
-    The most tokens are in the widest blocks, and the most attention weights in the widest of which they are kept.
-    """
-
-    def tokens_and_weights(length: int) -> tuple[int, int]:
-        lengths = np.full(16384 // length, length)
-        [(count, width)] = place_in_blocks(lengths, lengths).blocks
-        return count * width, count * width**2 * (width <= KEPT_WIDTH)
-
-    tried = lengths_to_try(longest, in_blocks=True)
-    assert max(tried) <= longest
-    for most, of_any in zip(
-        map(max, zip(*map(tokens_and_weights, tried), strict=True)),
-        map(max, zip(*map(tokens_and_weights, range(1, longest + 1)), strict=True)),
-        strict=True,
-    ):
-        # A last block that is not full makes a difference of less than one in a hundred.
-        assert most >= 0.99 * of_any
-    assert lengths_to_try(longest, in_blocks=False) == [longest]
 
 
 @pytest.mark.parametrize(

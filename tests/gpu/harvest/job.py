@@ -91,9 +91,9 @@ def pair_lengths(
 
 
 def training_steps(
-    lengths: tuple[NDArray[np.int64], NDArray[np.int64]], pieces: int, micro_batches: int = 1, in_blocks: bool = False
+    lengths: tuple[NDArray[np.int64], NDArray[np.int64]], pieces: int, micro_batches: int = 1
 ) -> list[RankBatch]:
-    """Return steps of random pairs of these lengths in other orders; on a CPU they have to be `in_blocks`."""
+    """Return steps of random pairs of these lengths in other orders."""
     tokens, longest = max(int(side.sum()) for side in lengths), max(int(side.max()) for side in lengths)
     shape = row_shape(
         (lengths[0].mean(), lengths[1].mean()),
@@ -102,7 +102,6 @@ def training_steps(
         # A row has 5 % more than an even share, and the next multiple of 128.
         max_tokens_per_device=None if micro_batches == 1 else max(int(1.1 * tokens / micro_batches), longest) + 160,
         world_size=1,
-        in_blocks=in_blocks,
     )
     steps = []
     for draws in map(np.random.default_rng, range(NUM_STEPS)):

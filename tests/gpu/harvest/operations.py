@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import model.loss
+from model.attention import attention
 from model.decoding import BeamSearch
 from model.fast import triton_attention
+from model.fast.triton_attention import TRITON_ATTENTION
 from model.loss import label_smoothed_loss
-from model.packed_attention import cross_attention, packed_segments, self_attention
+from model.packed_attention import FLASH_ATTENTION, PLAIN_ATTENTION, attend_in_groups, packed_segments
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 from pipeline.benchmark.train import PeakMemory
@@ -36,8 +38,7 @@ PRODUCTS = {
 """Rows, inputs and outputs. The last has the rows of the loss's chunk on a GPU of 80 GB."""
 KINDS = ("self", "causal", "cross")
 """In the order of the results of `packed_segments`."""
-PACKED = {"triton": (False, "triton"), "variable length": (False, "pytorch"), "blocks": (True, "pytorch")}
-"""Whether rows are in blocks, and the kernels."""
+PACKED = {"triton": TRITON_ATTENTION, "variable length": FLASH_ATTENTION, "groups": PLAIN_ATTENTION}
 TILES = [(16, 16, 2), (32, 32, 4), (64, 64, 4), (128, 32, 4), (128, 64, 8)]
 """Rows of a program, rows of the other side that it processes at a time, and warps; in place of the kernels' own."""
 PADDED = {
@@ -103,25 +104,24 @@ def run_attention(job: Job) -> None:
 def _packed(
     job: Job, kernel: str, tokens: int, heads: int, mean_length: int, kind: str, tiles: tuple[int, int, int] | None
 ) -> dict[str, Any]:
-    in_blocks, kernels = PACKED[kernel]
     lengths = pair_lengths(tokens, mean_length)
-    [batch] = training_steps(lengths, 100, in_blocks=in_blocks)[0].to(job.device).micro_batches
-    attention_kernel = make_backend(job.device.type, kernels).attention
-    segments = packed_segments(batch, torch.bfloat16, attention_kernel)[KINDS.index(kind)]
+    [batch] = training_steps(lengths, 100)[0].to(job.device).micro_batches
+    segments = packed_segments(batch, torch.bfloat16, PACKED[kernel])[KINDS.index(kind)]
     rows = {"source": batch.source.numel(), "target": batch.target_input.numel()}
     width = heads * HEAD_SIZE
     if kind == "cross":
         tensors = [_draw(job, rows["target"], width), _draw(job, rows["source"], 2 * width)]
     else:
         tensors = [_draw(job, rows["source" if kind == "self" else "target"], 3 * width)]
-    attention = cross_attention if kind == "cross" else self_attention
+    compute = segments.kernel or partial(attend_in_groups, attention)
+    sizes = (heads, HEAD_SIZE, 0.0) if segments.kernel else (heads, HEAD_SIZE)
     source, target = lengths
     queries, keys = source if kind == "self" else target, target if kind == "causal" else source
     flops = 4 * width * float((queries * keys).sum())
     with pytest.MonkeyPatch.context() as patch:
         if tiles is not None:
             patch.setattr(triton_attention, "tiles", lambda kernel, *_: _tile(kernel, *tiles))
-        times = _times(job, lambda: attention(*tensors, segments, heads, HEAD_SIZE), tensors, flops)
+        times = _times(job, lambda: compute(tensors, segments, *sizes), tensors, flops)
     return {"sentences": len(source), **times}
 
 

@@ -4,7 +4,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import cycle
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from model.packed_attention import PLAIN_ATTENTION
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import TranslationModule
 from pipeline.monitoring.performance import training_flops
@@ -32,12 +33,13 @@ class Case(NamedTuple):
     kernels: str = "triton"
     compiled: bool = False
     micro_batches: int = 1
-    in_blocks: bool = False
+    attention: str | None = None
+    """"plain"; None for that of the kernels."""
 
 
 CASES = [Case(), Case("pytorch"), Case(compiled=True)]
 """Eager mode comes first, since compiling takes minutes and may exceed the time limit."""
-MORE_CASES = [Case(micro_batches=8), Case("pytorch", in_blocks=True)]
+MORE_CASES = [Case(micro_batches=8), Case("pytorch", attention="plain")]
 
 
 def run_base(job: Job) -> None:
@@ -60,13 +62,15 @@ def _run(job: Job, network: NetworkSettings, cases: list[Case]) -> None:
     for case in cases:
         torch.manual_seed(1)
         backend = make_backend(job.device.type, case.kernels, case.compiled)
+        if case.attention == "plain":
+            backend = replace(backend, attention=PLAIN_ATTENTION)
         module = TranslationModule(pieces, SPECIAL, network, TrainingSettings(), DecodingSettings(), 1, backend)
         job.attempt("step", lambda m=module, c=case: _train(job, m, c, tokens, best), **case._asdict())
 
 
 def _train(job: Job, module: TranslationModule, case: Case, tokens: int, best: float) -> dict[str, Any]:
     lengths, pieces = pair_lengths(tokens), module.network.vocabulary_size
-    steps = training_steps(lengths, pieces, case.micro_batches, case.in_blocks or job.device.type == "cpu")
+    steps = training_steps(lengths, pieces, case.micro_batches)
     with Compilations() as compilations:
         measurement = Measurement(job, compilations, case)
         trainer = Trainer(
