@@ -6,7 +6,7 @@ all. Unlike the paper's formulas, the projections have biases, as in torch.nn.Mu
 
 Each attention is written for two layouts. `rows` is for training: sentences are packed into rows, see
 `packed_attention.py`. The other methods are for padded batches: validation, decoding and all exports use them, see
-`padded_transformer.py`. All of these go through `attend`, and so does `rows` where no kernel computes attention.
+`transformer.py`. All of these go through `attend`, and so does `rows` where no kernel computes attention.
 """
 
 import math

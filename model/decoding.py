@@ -19,9 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from model.padded_transformer import Cache, PaddedTransformer
 from model.sampling import Sampling, check_sampling, choose, draw_uniforms
-from model.transformer import Transformer
+from model.transformer import Cache, PaddedTransformer, Transformer
 
 
 class GreedyResult(NamedTuple):

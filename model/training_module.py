@@ -19,10 +19,9 @@ from model.backend import Backend
 from model.loss import LossSums, label_smoothed_loss
 from model.optimization import LossScaler, build_optimizer, build_schedule, take_step
 from model.packed_attention import packed_segments
-from model.padded_transformer import PaddedTransformer
 from model.settings import SHORTEST, DecodingSettings, NetworkSettings, TrainingSettings
 from model.torch_private import default_generator, total_norm
-from model.transformer import Transformer
+from model.transformer import PaddedTransformer, Transformer
 
 _SEED_RANGE = 1 << 63
 

@@ -1,9 +1,10 @@
 """The Transformer (section 3, figure 1) and its positional encodings (section 3.5).
 
-`Transformer` has the parameters and the training pass, over sentences that are packed into rows. For padded batches,
-which validation and decoding use, see `padded_transformer.py`.
+`Transformer` has the parameters and the training pass, over sentences that are packed into rows. `PaddedTransformer` is
+the same network over padded batches: what validation, decoding and every export run.
 
-Shapes: R source and M target tokens of packed rows, D d_model, V vocabulary size.
+Shapes: R source and M target tokens of packed rows; B sentences, S source length, T target length of padded batches;
+D d_model, H heads, N hypotheses per sentence, V vocabulary size. A mask is True at what may be attended to.
 """
 
 import math
@@ -17,6 +18,9 @@ from model.layers import NORMS, DecoderLayer, EncoderLayer
 from model.packed_attention import Segments
 from model.settings import NetworkSettings
 
+Cache = list[tuple[Tensor, Tensor, Tensor, Tensor]]
+"""For each decoder layer, the keys and values of self-attention, [B, H, slots, d_k or d_v], and the keys and values of
+cross-attention, [B, H, S, d_k or d_v]."""
 _BIAS_COLUMNS = 8
 """Number of columns that `Transformer.projection_operands` adds for an output bias."""
 
@@ -134,6 +138,23 @@ class Transformer(nn.Module):
         """
         return self.dropout(self.embedding(ids) * self.embedding_scale + encodings)
 
+    @torch.jit.unused
+    def forward(self, source: Tensor, target: Tensor, pad_id: int = 0) -> Tensor:
+        """Return the logits of the next token at each position of given targets (teacher forcing).
+
+        Training computes the same by `rows`; decoding and exports call `PaddedTransformer`.
+
+        Args:
+            source: int64 ids [B, S], padded on the right. Each sentence has a token that is no padding.
+            target: int64 ids [B, T], padded on the right: the begin symbol followed by the answer without its last
+                token.
+            pad_id: id of the padding symbol; 0 in the tokenizers that `prepare` trains.
+
+        Returns:
+            Logits [B, T, V]. Those at position t depend on target[:, : t + 1] only.
+        """
+        return self.logits(PaddedTransformer(self)(source, target, source != pad_id))
+
     def rows(
         self,
         source: tuple[Tensor, Tensor],
@@ -188,3 +209,127 @@ class Transformer(nn.Module):
         ones = F.pad(states.new_ones([*states.shape[:-1], 1]), [0, _BIAS_COLUMNS - 1])
         columns = F.pad(bias.unsqueeze(1), [0, _BIAS_COLUMNS - 1])  # type: ignore
         return torch.cat([states, ones], -1), torch.cat([weight, columns], 1)
+
+
+class PaddedTransformer(nn.Module):
+    """A network for padded batches of ids. It shares the network's modules and weights.
+
+    It compiles with `torch.jit.script`. It holds no arithmetic of layers: it calls the methods that the network's parts
+    have for padded batches. A given target is decoded as one step of all its positions.
+    """
+
+    def __init__(self, network: Transformer) -> None:
+        super().__init__()
+        self.network = network
+
+    def encode(self, source: Tensor, source_mask: Tensor | None) -> Tensor:
+        """Run the encoder.
+
+        Args:
+            source: int64 ids [B, S].
+            source_mask: bool [B, S], True at tokens. Pass None if no source is padded, which makes attention faster.
+
+        Returns:
+            The encoder's output, called `memory` elsewhere, [B, S, D].
+        """
+        x = self.network.embed(source, self.network.positions(0, source.size(1)))
+        bias = _bias(source_mask[:, None], x.dtype) if source_mask is not None else None
+        # No error code in `type: ignore`: TorchScript would parse it as a type.
+        for layer in self.network.encoder:
+            x = layer(x, bias)
+        return self.network.encoder_norm(x)
+
+    def init_cache(self, memory: Tensor, num_slots: int) -> Cache:
+        """Create the key-value cache for `step`.
+
+        Args:
+            memory: the encoder's output [B, S, D].
+            num_slots: number of slots for self-attention, which are not initialized. With 0, `step` returns longer
+                caches instead of writing to this one.
+        """
+        cache: Cache = []
+        for layer in self.network.decoder:
+            keys, values = layer.cross_attention.keys_values(memory)  # type: ignore
+            batch_size, num_heads = keys.size(0), keys.size(1)
+            cache.append(
+                (
+                    keys.new_empty([batch_size, num_heads, num_slots, keys.size(3)]),
+                    values.new_empty([batch_size, num_heads, num_slots, values.size(3)]),
+                    keys.contiguous(),
+                    values.contiguous(),
+                )
+            )
+        return cache
+
+    def step(
+        self,
+        last: Tensor,
+        position: int,
+        start: int,
+        cache: Cache,
+        source_mask: Tensor | None,
+        path_mask: Tensor | None,
+    ) -> tuple[Tensor, Cache]:
+        """Run the decoder for the next position of N hypotheses per sentence.
+
+        The hypotheses are the queries of both attentions, so the cache holds each sentence's memory once. The cache
+        is a lattice that is never reordered: each position of a hypothesis has a slot, which is written once, and
+        `path_mask` selects the slots on a hypothesis's path.
+
+        Args:
+            last: int64 ids [B, N], the last token of each hypothesis (the begin symbol at position 0).
+            position: the position of the last tokens.
+            start: number of cache slots in use. The next N are written in place; if there are no more slots, the
+                cache stays as it is.
+            cache: what `init_cache` returned.
+            source_mask: bool [B, S], True at tokens; or None.
+            path_mask: bool [B, N, start + N], True at the slots on each hypothesis's path, its own slot included. The
+                slots of a path are in the order of its positions. Pass None if each path has all slots.
+
+        Returns:
+            Decoder states [B, N, D], and the cache's slots in use.
+        """
+        x = self.network.embed(last, self.network.positions(position, 1))
+        return self._decode(x, start, cache, source_mask, path_mask)
+
+    def forward(self, source: Tensor, target: Tensor, source_mask: Tensor | None = None) -> Tensor:
+        """Run encoder and decoder over a given target, all its positions at once.
+
+        Padding on the right of the target needs no mask, since causal attention hides it.
+
+        Args:
+            source: int64 ids [B, S].
+            target: int64 ids [B, T], the begin symbol followed by the answer without its last token.
+            source_mask: bool [B, S], True at tokens; or None.
+
+        Returns:
+            Decoder states [B, T, D]. The state at position t depends on target[:, : t + 1] only.
+        """
+        cache = self.init_cache(self.encode(source, source_mask), 0)
+        length = target.size(1)
+        x = self.network.embed(target, self.network.positions(0, length))
+        # Position t is a hypothesis whose path has the slots 0 to t.
+        causal = torch.ones([1, length, length], dtype=torch.bool, device=target.device).tril()
+        return self._decode(x, 0, cache, source_mask, causal)[0]
+
+    def _decode(
+        self, x: Tensor, start: int, cache: Cache, source_mask: Tensor | None, path_mask: Tensor | None
+    ) -> tuple[Tensor, Cache]:
+        """Run the decoder's layers over embeddings [B, N, D]; see `step`."""
+        source_bias = _bias(source_mask[:, None], cache[0][2].dtype) if source_mask is not None else None
+        path_bias = _bias(path_mask, cache[0][0].dtype) if path_mask is not None else None
+        used: Cache = []
+        for index, layer in enumerate(self.network.decoder):
+            x, keys, values = layer.step(x, start, cache[index], source_bias, path_bias)  # type: ignore
+            used.append((keys, values, cache[index][2], cache[index][3]))
+        return self.network.decoder_norm(x), used
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Map decoder states [..., D] to logits of the next token [..., V]."""
+        return self.network.logits(states)
+
+
+def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a mask [B, T or 1, S] to a bias on attention scores [B, 1, T or 1, S]: 0 where True, -inf where False."""
+    zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return zeros.masked_fill_(~mask, float("-inf")).unsqueeze(1)

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from data_module.errors import InputError
 from data_module.files import user_path
-from model.padded_transformer import PaddedTransformer, attention_maps
+from model.attention_maps import attention_maps
 from model.sampling import Sampling, check_sampling
+from model.transformer import PaddedTransformer
 from pipeline.checkpointing.checkpoint import load_model
 from pipeline.export.bundle import load_checkpoint_or_bundle
 from pipeline.inference.options import SearchOptions

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from data_module.errors import InputError
-from model.padded_transformer import PaddedTransformer, sharing_copy
-from model.transformer import SinusoidalPositions, Transformer, sinusoidal_table
+from model.attention_maps import sharing_copy
+from model.transformer import PaddedTransformer, SinusoidalPositions, Transformer, sinusoidal_table
 from pipeline.compat.pytorch import load_programs, save_programs
 from pipeline.export.support import require_package
 

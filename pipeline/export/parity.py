@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
-from model.padded_transformer import PaddedTransformer
-from model.transformer import Transformer
+from model.transformer import PaddedTransformer, Transformer
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export.formats import Answer, Bundle, Ids, Runner, SearchRunner, load_format
 from pipeline.inference.bleu_tokenizer import DEFAULT, tokenizer_of

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import SPACE_MARK, Tokenizer, normalize_white_space
+from model.attention_maps import attention_maps
 from model.decoding import penalty
-from model.padded_transformer import attention_maps
 from model.transformer import Transformer
 from pipeline.inference.pieces import encode_sources
 from pipeline.inference.text_io import SentenceWarnings

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from data_module.corpus.store import ParallelCorpus
 from data_module.tokenization.tokenizer import NUM_SPECIAL_IDS, Tokenizer
-from model.padded_transformer import attention_maps
+from model.attention_maps import attention_maps
 from model.settings import NetworkSettings
 from model.training_module import TranslationModule
 from pipeline.checkpointing.run_folder import EVENTS

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from model.padded_transformer import PaddedTransformer
 from model.settings import DecodingSettings, NetworkSettings
-from model.transformer import Transformer
+from model.transformer import PaddedTransformer, Transformer
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export.bundle import FILES, bundle_files, write_bundle
 from pipeline.export.parity import Text

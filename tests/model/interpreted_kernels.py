@@ -22,9 +22,8 @@ from model.fast.triton_check import failure
 from model.fast.triton_loss import TRITON_LOSS
 from model.loss import label_smoothed_loss
 from model.packed_attention import PLAIN_ATTENTION, Attention
-from model.padded_transformer import PaddedTransformer
 from model.settings import NetworkSettings
-from model.transformer import Transformer
+from model.transformer import PaddedTransformer, Transformer
 from tests.model.fast_paths import cases
 from tests.model.kernel_cases import (
     CROSS,

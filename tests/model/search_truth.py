@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from model.decoding import BeamResult, BeamSearch
 from model.fast.compiled_search import CompiledSearch
-from model.padded_transformer import PaddedTransformer
 from model.settings import NetworkSettings
-from model.transformer import Transformer
+from model.transformer import PaddedTransformer, Transformer
 from pipeline.runtime.backend import load_compiled_search
 
 Network = Transformer | PaddedTransformer

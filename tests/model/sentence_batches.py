@@ -17,8 +17,7 @@ from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch, Spec
 from data_module.batching.rank_rows import RowShape
 from data_module.corpus.store import ParallelCorpus
 from model.packed_attention import PLAIN_ATTENTION, Attention, Segments, packed_segments
-from model.padded_transformer import PaddedTransformer
-from model.transformer import Transformer
+from model.transformer import PaddedTransformer, Transformer
 
 PAD, BOS, EOS, VOCABULARY = 0, 1, 2, 50
 SPECIAL = SpecialIds(pad=PAD, bos=BOS, eos=EOS)

@@ -21,10 +21,9 @@ from model.fast.compilation import CompiledForward
 from model.fast.dropout import Dropout
 from model.loss import label_smoothed_loss
 from model.packed_attention import FLASH_ATTENTION
-from model.padded_transformer import PaddedTransformer
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import TranslationModule
-from model.transformer import Transformer
+from model.transformer import PaddedTransformer, Transformer
 from tests.model.sentence_batches import (
     PAD,
     SPECIAL,

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.decoding import BeamSearch, penalty
-from model.padded_transformer import PaddedTransformer
-from model.transformer import Transformer
+from model.transformer import PaddedTransformer, Transformer
 from tests.model.search_truth import (
     BOS,
     EOS,

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from model.attention import CrossAttention, SelfAttention, attention
+from model.attention_maps import attention_maps
 from model.fast.dropout import Dropout
 from model.layers import DecoderLayer, EncoderLayer
 from model.packed_attention import packed_segments
-from model.padded_transformer import PaddedTransformer, attention_maps
 from model.settings import NetworkSettings
-from model.transformer import SinusoidalPositions, Transformer, sinusoidal_table
+from model.transformer import PaddedTransformer, SinusoidalPositions, Transformer, sinusoidal_table
 from tests.model.sentence_batches import packed, row_shape
 
 TINY = NetworkSettings(num_layers=2, d_model=16, d_ff=24, num_heads=4, dropout=0.0)
@@ -330,3 +330,16 @@ def test_dropout_inside_sub_layers(name: str, is_packed: bool) -> None:
     torch.testing.assert_close(results[1.0 - 1e-7, "eval"], without)
     torch.testing.assert_close(results[1.0 - 1e-7, "train"], bias.detach().expand(40, 16))
     assert (without - bias).abs().max() > 0.01
+
+
+def test_padded_ids_give_logits() -> None:
+    """Teacher forcing: each sentence alone gives the same, and a token changes no logits before it."""
+    net = network()
+    source, target = ids(3, 6), ids(3, 5)
+    source[1, 4:] = target[1, 3:] = 0
+    logits = net(source, target)
+    assert list(logits.shape) == [3, 5, 30]
+    alone = net(source[1:2, :4], target[1:2, :3])
+    torch.testing.assert_close(logits[1:2, :3], alone, rtol=0, atol=1e-12)
+    torch.testing.assert_close(net(source, target[:, :2]), logits[:, :2], rtol=0, atol=1e-12)
+    torch.testing.assert_close(net(source.where(source != 0, 1), target, pad_id=1), logits, rtol=0, atol=1e-12)

@@ -10,9 +10,8 @@ from torch import nn
 from model.decoding import BeamSearch
 from model.fast.packed_linear import pack_linears, strip_weights
 from model.loss import label_smoothed_loss
-from model.padded_transformer import PaddedTransformer
 from model.settings import NetworkSettings
-from model.transformer import Transformer
+from model.transformer import PaddedTransformer, Transformer
 
 SETTINGS = NetworkSettings(
     num_layers=1, d_model=16, d_ff=32, num_heads=2, dropout=0.0, activation="swish", output_bias=True

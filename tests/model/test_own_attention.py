@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from data_module.errors import InputError
+from model.attention_maps import attention_maps
 from model.decoding import BeamSearch
 from model.fast.compiled_search import unsupported
 from model.layers import SELF_ATTENTIONS
 from model.loss import label_smoothed_loss
-from model.padded_transformer import PaddedTransformer, attention_maps
 from model.settings import NetworkSettings
-from model.transformer import Transformer
+from model.transformer import PaddedTransformer, Transformer
 from pipeline.export.exported_program import Encode, Step
 from tests.conftest import ROOT
 from tests.docs import pages

@@ -15,7 +15,7 @@ from model.fast.packed_linear import (
     can_pack,
     pack_linears,
 )
-from model.padded_transformer import PaddedTransformer
+from model.transformer import PaddedTransformer
 from tests.model.search_truth import (
     BOS,
     EOS,

@@ -14,9 +14,8 @@ from model.decoding import BeamSearch
 from model.fast.packed_linear import can_pack, pack_linears
 from model.layers import ACTIVATIONS, NORMS
 from model.optimization import OPTIMIZERS, SCHEDULES, build_optimizer
-from model.padded_transformer import PaddedTransformer
 from model.settings import NetworkSettings, TrainingSettings
-from model.transformer import Transformer
+from model.transformer import PaddedTransformer, Transformer
 from tests.model.search_truth import BOS, EOS, LENGTHS, PAD, make_sources
 
 SHAPE: dict[str, Any] = {"num_layers": 2, "d_model": 16, "d_ff": 24, "num_heads": 2}

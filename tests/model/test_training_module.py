@@ -24,10 +24,9 @@ from model.backend import Backend
 from model.decoding import BeamSearch
 from model.loss import label_smoothed_loss
 from model.optimization import OPTIMIZERS, SCHEDULES
-from model.padded_transformer import PaddedTransformer
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import TranslationModule
-from model.transformer import Transformer
+from model.transformer import PaddedTransformer, Transformer
 from tests.conftest import ALONE
 from tests.model.sentence_batches import PAD, SPECIAL, VOCABULARY, Lengths, packed, padded
 

@@ -25,7 +25,7 @@ from PIL import Image
 
 import pipeline
 from data_module.tokenization.tokenizer import Tokenizer
-from model.padded_transformer import attention_maps
+from model.attention_maps import attention_maps
 from pipeline.__main__ import main
 from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
 from pipeline.inference.options import Prefixes, SearchOptions

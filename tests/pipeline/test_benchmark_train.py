@@ -17,9 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from data_module.batching.batch import SpecialIds
 from data_module.errors import InputError
 from model.loss import label_smoothed_loss
-from model.padded_transformer import PaddedTransformer
 from model.settings import NetworkSettings
-from model.transformer import Transformer
+from model.transformer import PaddedTransformer, Transformer
 from pipeline.__main__ import main
 from pipeline.benchmark.baselines import TorchNetwork, baseline_network, cross_entropy
 from pipeline.benchmark.train import PeakMemory, SideBySide, figures_of

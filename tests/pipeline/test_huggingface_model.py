@@ -12,9 +12,8 @@ import yaml
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
-from model.padded_transformer import PaddedTransformer
 from model.settings import DecodingSettings
-from model.transformer import Transformer
+from model.transformer import PaddedTransformer, Transformer
 from pipeline.export.bundle import write_bundle
 from pipeline.export.card import model_card
 from pipeline.export.formats import HuggingFaceRunner

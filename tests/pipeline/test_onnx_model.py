@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from data_module.errors import InputError
-from model.padded_transformer import PaddedTransformer
 from model.settings import NetworkSettings
-from model.transformer import Transformer
+from model.transformer import PaddedTransformer, Transformer
 from pipeline.export.exported_program import load_exported_program, load_onnx, write_exported_program, write_onnx
 from tests.conftest import ROOT
 from tests.model.search_truth import trained_network

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.fast import triton_attention
-from model.padded_transformer import PaddedTransformer
 from model.settings import NetworkSettings
-from model.transformer import Transformer
+from model.transformer import PaddedTransformer, Transformer
 from pipeline.__main__ import main
 from pipeline.benchmark import roofline
 from pipeline.benchmark.roofline import BUCKET_BYTES, FAST, GPUS, SLOW, Assumptions, Batch, Gpu, Work, predict, terms

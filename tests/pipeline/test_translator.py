@@ -9,10 +9,9 @@ import torch
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
-from model.padded_transformer import PaddedTransformer
 from model.sampling import Sampling
 from model.settings import DecodingSettings, NetworkSettings
-from model.transformer import Transformer
+from model.transformer import PaddedTransformer, Transformer
 from pipeline.inference.pieces import encode_sources
 from pipeline.inference.scoring import score_targets
 from pipeline.inference.text_io import Defects
