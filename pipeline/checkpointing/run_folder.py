@@ -442,7 +442,8 @@ def count_start(path: Path, job: JobStep, checkpoint: Path | None) -> Iterator[N
     name = checkpoint.name if checkpoint else "the beginning"
     file = path / f".starts-{job.job}.json"
     earlier = (json_object(file.read_bytes()) if file.exists() and job.restarts else None) or {}
-    starts = 1 + (int(earlier["starts"]) if earlier.get("checkpoint") == name else 0)
+    before = earlier.get("starts") if earlier.get("checkpoint") == name else 0
+    starts = 1 + (before if isinstance(before, int) else 0)  # If the file is damaged, the count begins again.
     if starts > MAX_STARTS:
         raise InputError(
             f"{path}: the job has failed {MAX_STARTS} times from {name}; see the errors in its log, "
