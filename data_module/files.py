@@ -69,6 +69,28 @@ def json_object(text: str | bytes) -> dict[str, Any] | None:
     return values if isinstance(values, dict) else None
 
 
+def misshapen(value: Any, shape: Any, key: str = "") -> str:
+    """Return the first key at which a value has not the types of a shape; empty if there is none.
+
+    Args:
+        value: plain values.
+        shape: a type, whose numbers are not negative, or several in a tuple; a list with the shape of all items; a
+            dictionary with the shape at each key, or at the key `str` that of all values.
+        key: that of the value, by its path.
+    """
+    if isinstance(shape, (type, tuple)):
+        fits = type(value) in (shape if isinstance(shape, tuple) else (shape,))
+        return "" if fits and not (isinstance(value, int) and value < 0) else key
+    if type(value) is not type(shape):
+        return key
+    if isinstance(shape, list):
+        return next(filter(None, (misshapen(item, shape[0], key) for item in value)), "")
+    if (of_all := shape.get(str)) is not None:
+        return next(filter(None, (misshapen(item, of_all, f"{key}.{name}") for name, item in value.items())), "")
+    parts = (misshapen(value.get(name), inner, f"{key}.{name}".lstrip(".")) for name, inner in shape.items())
+    return next(filter(None, parts), "")
+
+
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file; at the end flush it to the disk and rename it to `path`.
@@ -209,6 +231,54 @@ def disk_full_error(error: BaseException) -> OSError | None:
     Libraries raise errors of their own in place of the operating system's.
     """
     return next((e for e in exception_chain(error) if isinstance(e, OSError) and e.errno in _DISK_FULL), None)
+
+
+def private_folder(path: Path) -> Path:
+    """Create a folder, unless it exists, and return its path without links.
+
+    Raises OSError if it cannot be written, or if another user could put code into it, and RuntimeError without a home.
+    """
+    path = path.expanduser().absolute()
+    for folder in reversed([path, *path.parents]):
+        if not os.path.lexists(folder):
+            folder.mkdir(mode=0o700, exist_ok=True)  # Another process may do the same.
+    _check_way(path)
+    folder = path.resolve()
+    if folder.stat().st_uid != os.geteuid():
+        raise PermissionError(f"{folder} belongs to another user")
+    tempfile.TemporaryFile(dir=folder).close()
+    return folder
+
+
+def _check_way(path: Path) -> None:
+    """Raise PermissionError if another user could exchange a folder on the way to a path, as ssh does for its keys.
+
+    Who can write to a folder can exchange what is in it; in one with the sticky bit, such as /tmp, the owner alone can.
+    What lies above the user's home is not checked: who can exchange that has all that is the user's.
+    """
+    trusted = {0, os.geteuid()}
+    identities = Path("/proc/self/uid_map")
+    if identities.exists() and identities.read_text(encoding="utf-8").split()[-1] != "4294967295":
+        # In a container without root's rights, the system's own files belong to a user that is not known.
+        trusted.add(int(Path("/proc/sys/fs/overflowuid").read_text(encoding="utf-8")))
+    home = Path("~").expanduser().resolve() if os.environ.get("HOME") else None
+    here, names = Path("/"), list(path.parts[1:])
+    while True:
+        status, above_home = here.lstat(), home is not None and here in home.parents
+        if not above_home and status.st_uid not in trusted:
+            raise PermissionError(f"{here} belongs to another user")
+        if stat.S_ISLNK(status.st_mode):
+            target = here.readlink()
+            here, names = Path("/") if target.is_absolute() else here.parent, [*target.parts, *names]
+            names = names[target.is_absolute() :]
+            continue
+        is_shared = status.st_mode & 0o022 and not (status.st_mode & stat.S_ISVTX and names)
+        if not above_home and is_shared:
+            raise PermissionError(f"other users can write to {here}")
+        if not names:
+            return
+        name, *names = names
+        here = here.parent if name == ".." else here / name
 
 
 @contextmanager

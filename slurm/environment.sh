@@ -126,7 +126,14 @@ abandon_when_over() {
 }
 
 # Start to count failures; `fit` removes the file once training has begun.
-count_from_here() { [[ -e $FAILURES_FILE ]] || echo 0 >"$FAILURES_FILE"; }
+count_from_here() { [[ -e $FAILURES_FILE ]] || write_failures 0 || COUNTED=no; }
+
+# Write the number of failures: write_failures NUMBER. A link in the way is replaced, not followed.
+write_failures() {
+    local new
+    new=$(mktemp "$FAILURES_FILE.XXXXXX") || return 1
+    { echo "$1" >"$new" && mv --force --no-target-directory "$new" "$FAILURES_FILE"; } || { rm -f "$new" && return 1; }
+}
 
 # Copy a folder to the local disk of each node: stage FOLDER LOCAL_FOLDER
 stage() {
@@ -335,16 +342,18 @@ hand_back() {
 
 # Count a failure, and end the job after the third: count_failure EXIT_CODE REASON. Once training has begun, `fit` counts.
 count_failure() {
-    [[ -e $FAILURES_FILE ]] || return 0
-    local failures
-    read -r failures <"$FAILURES_FILE"
+    [[ -e $FAILURES_FILE || $COUNTED == no ]] || return 0
+    local failures=""
+    read -r failures 2>/dev/null <"$FAILURES_FILE"
     [[ $failures =~ $NUMBER ]] && failures=$((10#$failures + 1)) || failures=1
     if [[ $failures -ge 3 ]]; then
         rm -f "$FAILURES_FILE"
         say "exit code $1$2, $failures times before $GOAL; fix the cause above, then submit again"
         exit "$1"
     fi
-    echo "$failures" >"$FAILURES_FILE"
+    write_failures "$failures" && [[ $COUNTED == yes ]] && return
+    say "exit code $1$2; failures cannot be counted in $FAILURES_FILE; make room, then submit again"
+    exit "$1"
 }
 
 # Keep bash alive while the step saves a checkpoint.
@@ -355,6 +364,8 @@ TASKS_PER_NODE=1
 NODES=()
 # What squeue prints as the time left of a job that ends in less than five minutes.
 LESS_THAN_5_MINUTES='^0?[0-4]:..$'
+# Whether failures can be counted. If not, as on a full disk, the job ends: it would start again without end.
+COUNTED=yes
 # What has to happen between failures, for the message of the last one.
 GOAL="training began"
 # Node and process id of the first task of the current step.

@@ -10,7 +10,6 @@ others wait, then map the same pages. Who has mapped a plan keeps it, whether it
 import hashlib
 import logging
 import os
-import stat
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_module.corpus.store import ParallelCorpus, lengths_with_eos
-from data_module.files import FileLock, atomic_file, remove_temporary_files
+from data_module.files import FileLock, atomic_file, private_folder, remove_temporary_files
 
 log = logging.getLogger(__name__)
 
@@ -222,7 +221,8 @@ class Epochs:
         key = repr((self.corpus(epoch).identity, settings, epoch, np.__version__))
         name = hashlib.sha256(_CODE + key.encode()).hexdigest()[:32]
         try:
-            plan = shared_plan(_private_folder(), name, lambda: self.compute(epoch))
+            folder = private_folder(Path(tempfile.gettempdir(), f"epoch-plans-{os.geteuid()}"))
+            plan = shared_plan(folder, name, lambda: self.compute(epoch))
         except OSError as error:
             log.warning("this node's processes cannot share epoch plans (%s); each process computes its own", error)
             plan = self.compute(epoch)
@@ -261,13 +261,3 @@ def shared_plan(folder: Path, name: str, make: Callable[[], EpochPlan]) -> Epoch
 def _map_plan(path: Path) -> EpochPlan:
     # A plain array of the same memory, because indexing np.memmap is several times slower.
     return EpochPlan(np.asarray(np.memmap(path, dtype=np.uint32, mode="r")))
-
-
-def _private_folder() -> Path:
-    """Return this user's folder in the node's temporary folder, which no other user may write to."""
-    folder = Path(tempfile.gettempdir()) / f"epoch-plans-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise OSError(f"{folder} is not private to this user")
-    return folder

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_module.errors import PROGRAM, InputError
-from data_module.files import check_format, json_object
+from data_module.files import check_format, json_object, misshapen
 from data_module.settings import TextSource
 
 FORMAT = "attention-pipeline corpus"
@@ -81,7 +81,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder}: not a corpus (it has no {MANIFEST_NAME} written by prepare); name another corpus.folder"
         )
     check_format(folder / MANIFEST_NAME, manifest.get("format_version"), _REBUILD)
-    if wrong := _misshapen(manifest, _SHAPE) or _uncounted(manifest):
+    if wrong := misshapen(manifest, _SHAPE) or _uncounted(manifest):
         raise InputError(f"{folder / MANIFEST_NAME}: {wrong} is missing or damaged; {_REBUILD}")
     for name, size in manifest["files"].items():
         path = folder / name
@@ -90,20 +90,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             state = "is missing" if actual is None else f"has {actual} bytes, not {size}"
             raise InputError(f"{path}: the corpus is incomplete, this file {state}; {_REBUILD}")
     return manifest
-
-
-def _misshapen(value: Any, shape: Any, key: str = "") -> str:
-    """Return the first key at which a value has not the types of a shape; empty if there is none."""
-    if isinstance(shape, type):
-        return "" if type(value) is shape and not (isinstance(value, int) and value < 0) else key
-    if type(value) is not type(shape):
-        return key
-    if isinstance(shape, list):
-        return next(filter(None, (_misshapen(item, shape[0], key) for item in value)), "")
-    if (of_all := shape.get(str)) is not None:
-        return next(filter(None, (_misshapen(item, of_all, f"{key}.{name}") for name, item in value.items())), "")
-    parts = (_misshapen(value.get(name), inner, f"{key}.{name}".lstrip(".")) for name, inner in shape.items())
-    return next(filter(None, parts), "")
 
 
 def _uncounted(manifest: dict[str, Any]) -> str:

@@ -9,24 +9,24 @@ import warnings
 import zipfile
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
-from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from data_module.errors import PROGRAM, InputError
-from data_module.files import FORMAT_VERSION, atomic_file, check_format
+from data_module.files import FORMAT_VERSION, atomic_file, check_format, misshapen
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings, NetworkSettings, changed_keys
 from model.transformer import Transformer
 from pipeline.checkpointing.run_folder import AVERAGES, best_path, is_valid, latest_valid, step_of
 from pipeline.config.recipe import Recipe, stored_settings
+from pipeline.config.settings import BLEU_TOKENIZERS
 
 _PREFIX = "network."
-_State = TypeVar("_State")
 
 
 @dataclass(frozen=True)
@@ -80,19 +80,22 @@ def resolve_checkpoint(path: Path) -> Path:
     if not path.exists():
         raise InputError(f"{path}: there is no such checkpoint or run folder; fit names the folder it writes to")
     newest, _ = latest_valid(path)
-    averages = sorted(path.glob(AVERAGES), key=lambda p: p.stat().st_mtime, reverse=True)
+    # By the step, because a clock may go back; of the same step, the one that was written last.
+    made = {average: _made_at(average) for average in path.glob(AVERAGES)}
+    average = max(made, key=lambda average: (made[average], average.stat().st_mtime), default=None)
     # A run that was resumed after averaging has better weights than its average.
-    outdated = list(takewhile(lambda average: newest is not None and _made_at(average) < step_of(newest), averages))
-    candidates = [*averages[len(outdated) :], *filter(Path.is_file, [best_path(path)]), *filter(None, [newest])]
-    if not candidates:
+    outdated = average if average and newest and made[average] < step_of(newest) else None
+    candidates = [None if outdated else average, *filter(Path.is_file, [best_path(path)]), newest]
+    chosen = next(filter(None, candidates), None)
+    if chosen is None:
         raise InputError(f"{path}: holds no checkpoint; give a .ckpt file or a run folder that fit has written")
-    if newest is not None and outdated and candidates[0] not in averages:
+    if newest and outdated:
         print(
-            f"{outdated[0].name} is of step {_made_at(outdated[0])} and the run is at step {step_of(newest)}, so "
-            f"{candidates[0].name} is used; to use an average, run {PROGRAM} average again",
+            f"{outdated.name} is of step {made[outdated]} and the run is at step {step_of(newest)}, so "
+            f"{chosen.name} is used; to use an average, run {PROGRAM} average again",
             file=sys.stderr,
         )
-    return candidates[0]
+    return chosen
 
 
 def _made_at(average: Path) -> int:
@@ -198,14 +201,61 @@ def stored_tokenizer(path: Path, contents: dict[str, Any]) -> Tokenizer:
         raise InputError(f"{path}: {error}") from None
 
 
-def callback_state(path: Path, contents: dict[str, Any], callback: str, key: str, kind: type[_State]) -> _State:
-    """Return a value of a callback's state in a checkpoint; raise InputError if there is none of that type."""
-    state = contents.get("callbacks")
-    state = state.get(callback) if isinstance(state, dict) else None
-    value = state.get(key) if isinstance(state, dict) else None
-    if not isinstance(value, kind):
-        raise InputError(f"{path}: cannot be resumed from: it has no {key} of {callback}; remove it, or use --fresh")
-    return value
+_PROGRESS = {"total": {str: int}, "current": {str: int}}
+_RESUMED = {
+    "loops": {
+        "fit_loop": {
+            "state_dict": {"combined_loader": [{"epoch": int, "next_batch": int}]},
+            "epoch_loop.state_dict": {"_batches_that_stepped": int},
+            "epoch_loop.batch_progress": _PROGRESS,
+            "epoch_loop.manual_optimization.optim_step_progress": _PROGRESS,
+            "epoch_progress": _PROGRESS,
+        }
+    },
+    "callbacks": {
+        "GracefulStop": {"validation_pending": bool},
+        "ValidationSamples": {"bleu_tokenizer": str, "best_score": (float, NoneType)},
+        "TrainingMonitor": {"counted_seconds": (float, int), "validation_seconds": (float, int, NoneType)},
+        "CheckpointCallback": {
+            "best_score": (float, NoneType),
+            "best_step": (int, NoneType),
+            "temporary_step": (int, NoneType),
+        },
+    },
+    "optimizer_states": [{"state": {str: {}}, "param_groups": [{"params": [int]}]}],
+    "skipped_steps": [(float, int)],
+}
+"""The types of what a resumed run reads of a checkpoint, beside tensors. Lightning takes some of it for optional."""
+
+
+def read_to_resume(path: Path) -> dict[str, Any]:
+    """Return the contents of a run's checkpoint as `read_checkpoint` does, all there that a resumed run reads.
+
+    Raises InputError also where something is missing, or does not belong to the checkpoint's step.
+    """
+    contents = read_checkpoint(path)
+    wrong = misshapen(contents, _RESUMED)
+    if not wrong:
+        step, loop = contents["global_step"], contents["loops"]["fit_loop"]
+        counted = loop["epoch_loop.manual_optimization.optim_step_progress"]["total"].get("completed")
+        # Each step takes a batch, and each epoch has one.
+        places = [place["epoch"] + place["next_batch"] <= step for place in loop["state_dict"]["combined_loader"]]
+        if not step == step_of(path) == counted:
+            wrong = "the number of steps"
+        elif places != [True]:
+            wrong = "the position in the corpus"
+        elif len(contents["optimizer_states"]) != 1:
+            wrong = "optimizer_states"
+        elif contents["callbacks"]["ValidationSamples"]["bleu_tokenizer"] not in BLEU_TOKENIZERS:
+            wrong = "callbacks.ValidationSamples.bleu_tokenizer"
+    if wrong:
+        raise unfit_to_resume(path, f"{wrong} is missing or wrong")
+    return contents
+
+
+def unfit_to_resume(path: Path, reason: str) -> InputError:
+    """Return the error for a checkpoint that a run cannot be resumed from."""
+    return InputError(f"{path}: cannot be resumed from ({reason}); remove it, or use --fresh")
 
 
 def load_model(path: Path) -> TrainedModel:
@@ -218,7 +268,7 @@ def load_model(path: Path) -> TrainedModel:
     tokenizer = stored_tokenizer(path, contents)
     weights = network_weights(contents)
     try:
-        with _NoInitialValues(weights):
+        with NoInitialValues(weights):
             network = Transformer(tokenizer.vocabulary_size, NetworkSettings(**part["network"]))
         network.load_state_dict(weights)
     except ValueError as error:  # a norm or an activation that is not registered
@@ -233,7 +283,7 @@ def load_model(path: Path) -> TrainedModel:
     return TrainedModel(network.eval(), tokenizer, decoding, part["recipe"], path, contents["global_step"])
 
 
-class _NoInitialValues(TorchFunctionMode):
+class NoInitialValues(TorchFunctionMode):
     """Leaves new weights uninitialized, because those of a checkpoint replace them.
 
     The meta device would do the same, but the first operation on it imports torch.compile, which takes a second.

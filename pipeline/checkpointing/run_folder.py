@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from data_module.files import (
     remove_temporary_files,
     write_error,
 )
+from data_module.text_files import open_regular
 from model.settings import DECAY_TO_LAST_STEP, changed_keys
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.config.recipe_files import compose
@@ -139,13 +141,13 @@ def read_metrics(run: Path, name: str = METRICS) -> Iterator[dict[str, Any]]:
 
     A line that a killed process has written in part ends them, as it does where a run resumes.
     """
-    # No file has no lines.
-    with suppress(FileNotFoundError), (run / name).open(encoding="utf-8", errors="replace") as file:
+    if not (run / name).exists():
+        return
+    with BufferedReader(open_regular(run / name)) as file:
         for line in file:
-            try:
-                yield json.loads(line)
-            except ValueError:
+            if (values := json_object(line)) is None:
                 return
+            yield values
 
 
 def is_run(path: Path) -> bool:
@@ -440,7 +442,8 @@ def count_start(path: Path, job: JobStep, checkpoint: Path | None) -> Iterator[N
     name = checkpoint.name if checkpoint else "the beginning"
     file = path / f".starts-{job.job}.json"
     earlier = (json_object(file.read_bytes()) if file.exists() and job.restarts else None) or {}
-    starts = 1 + (int(earlier["starts"]) if earlier.get("checkpoint") == name else 0)
+    before = earlier.get("starts") if earlier.get("checkpoint") == name else 0
+    starts = 1 + (before if isinstance(before, int) else 0)  # If the file is damaged, the count begins again.
     if starts > MAX_STARTS:
         raise InputError(
             f"{path}: the job has failed {MAX_STARTS} times from {name}; see the errors in its log, "

@@ -76,14 +76,14 @@ def _run_on_all_ranks(job: "JobStep", load: Load) -> int:
         ranks = RankGroup(job)
         ranks.connect(Rendezvous.of_job(job))
         gathered = ranks.all_gather(_results_of(ranks, load))
+        results = [CheckResult(*result) for theirs in gathered for result in theirs]
+        code = print_results(results) if job.rank == 0 else exit_code(results)
+        ranks.leave()
     except (InputError, UnusableAddressError) as error:
         return print_results([CheckResult(False, str(error), job.location)])
     except RendezvousError as error:
         print_results([CheckResult(False, str(error), job.location)])
         return RANKS_MISSING
-    results = [CheckResult(*result) for theirs in gathered for result in theirs]
-    code = print_results(results) if job.rank == 0 else exit_code(results)
-    ranks.leave()
     if job.rank == 0 and code == 0:
         # Programs may have to be compiled first, and no rank waits any more.
         context, _ = load(job)

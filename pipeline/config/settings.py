@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from data_module.errors import InputError
 from data_module.files import PathText
@@ -52,6 +52,9 @@ class RunSettings:
             raise ValueError(f"run.seed {self.seed} is not 0 or more and less than 2 ** 63")
         if self.checkpoint_every_steps is None and self.checkpoint_every_minutes is None:
             raise ValueError("run: give checkpoint_every_steps or checkpoint_every_minutes")
+
+
+BLEU_TOKENIZERS: tuple[str, ...] = get_args(get_args(RunSettings.__annotations__["bleu_tokenizer"])[0])
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import heapq
 import math
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -11,7 +10,6 @@ from data_module.batching.batch import PaddedBatch
 from data_module.corpus.manifest import SplitSources
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
-from pipeline.checkpointing.checkpoint import callback_state
 from pipeline.inference.bleu_tokenizer import DEFAULT
 from pipeline.inference.metrics import mode_of
 from pipeline.monitoring.run_log import RunLog, table
@@ -23,9 +21,9 @@ _COLUMN_PADDING = 40 * "\u00a0"
 """Keeps TensorBoard from making the first column too narrow for its numbers."""
 
 
-def bleu_tokenizer_of(path: Path, contents: dict[str, Any]) -> str:
-    """Return the tokenizer of the BLEU that a checkpoint's run validates with; see `callback_state`."""
-    return callback_state(path, contents, ValidationSamples.__qualname__, "bleu_tokenizer", str)
+def bleu_tokenizer_of(checkpoint: dict[str, Any]) -> str:
+    """Return the tokenizer of the BLEU that a checkpoint's run validates with."""
+    return checkpoint["callbacks"][ValidationSamples.__qualname__]["bleu_tokenizer"]
 
 
 class Translation(NamedTuple):

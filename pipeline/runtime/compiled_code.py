@@ -9,7 +9,6 @@ import os
 import platform
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
 import sysconfig
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 from data_module.errors import InputError
-from data_module.files import FileLock, atomic_file, open_in_place
+from data_module.files import FileLock, atomic_file, open_in_place, private_folder
 from data_module.worker_processes import signals_blocked
 from pipeline.runtime.console import say
 
@@ -181,65 +180,17 @@ def compiled_code_folder() -> Path:
     """
     kept = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "attention-pipeline", "compiled")
     try:
-        return _private(kept)
+        return private_folder(kept)
     except (OSError, RuntimeError) as error:
         temporary = Path(tempfile.gettempdir(), f"attention-pipeline-{os.geteuid()}")
         try:
-            folder = _private(temporary)
+            folder = private_folder(temporary)
         except OSError as other:
             raise OSError(
                 f"compiled code cannot be kept in {kept} ({_reason(error)}), nor in {temporary} ({_reason(other)})"
             ) from None
         say(f"compiled code is kept in {temporary} instead of {kept}: {_reason(error)}")
         return folder
-
-
-def _private(path: Path) -> Path:
-    """Create a folder, unless it exists, and return its path without links.
-
-    Raises OSError if it cannot be written, or if another user could put code into it, and RuntimeError without a home.
-    """
-    path = path.expanduser().absolute()
-    for folder in reversed([path, *path.parents]):
-        if not os.path.lexists(folder):
-            folder.mkdir(mode=0o700, exist_ok=True)  # Another process may do the same.
-    _check_way(path)
-    folder = path.resolve()
-    if folder.stat().st_uid != os.geteuid():
-        raise PermissionError(f"{folder} belongs to another user")
-    tempfile.TemporaryFile(dir=folder).close()
-    return folder
-
-
-def _check_way(path: Path) -> None:
-    """Raise PermissionError if another user could exchange a folder on the way to a path, as ssh does for its keys.
-
-    Who can write to a folder can exchange what is in it; in one with the sticky bit, such as /tmp, the owner alone can.
-    What lies above the user's home is not checked: who can exchange that has all that is the user's.
-    """
-    trusted = {0, os.geteuid()}
-    identities = Path("/proc/self/uid_map")
-    if identities.exists() and identities.read_text(encoding="utf-8").split()[-1] != "4294967295":
-        # In a container without root's rights, the system's own files belong to a user that is not known.
-        trusted.add(int(Path("/proc/sys/fs/overflowuid").read_text(encoding="utf-8")))
-    home = Path("~").expanduser().resolve() if os.environ.get("HOME") else None
-    here, names = Path("/"), list(path.parts[1:])
-    while True:
-        status, above_home = here.lstat(), home is not None and here in home.parents
-        if not above_home and status.st_uid not in trusted:
-            raise PermissionError(f"{here} belongs to another user")
-        if stat.S_ISLNK(status.st_mode):
-            target = here.readlink()
-            here, names = Path("/") if target.is_absolute() else here.parent, [*target.parts, *names]
-            names = names[target.is_absolute() :]
-            continue
-        is_shared = status.st_mode & 0o022 and not (status.st_mode & stat.S_ISVTX and names)
-        if not above_home and is_shared:
-            raise PermissionError(f"other users can write to {here}")
-        if not names:
-            return
-        name, *names = names
-        here = here.parent if name == ".." else here / name
 
 
 def _reason(error: Exception) -> str:

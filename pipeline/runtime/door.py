@@ -132,7 +132,10 @@ class Door:
         while not self._closed.is_set():
             with suppress(OSError):  # nobody has knocked meanwhile
                 connection, _ = self._listener.accept()
-                threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+                try:
+                    threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+                except RuntimeError:  # So many have knocked that there is no thread left; a rank comes again.
+                    connection.close()
 
     def _answer(self, connection: socket.socket) -> None:
         with connection:

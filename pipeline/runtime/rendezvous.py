@@ -238,6 +238,8 @@ class Rendezvous:
                         return self._knock(port, token, own)
                     except (OSError, RuntimeError) as error:
                         reasons.append(reason_of(error))
+                    if self._is_over:  # A node or a stranger that is silent takes seconds for each port.
+                        break
             else:
                 places = ", ".join(map(str, self._folders))
                 reasons = [f"it has left no file .ranks-{self.start} of this user's in {places}"]
@@ -275,8 +277,8 @@ class Rendezvous:
         if self._waited > NOTICE_SECONDS and not self._noticed and local_rank() == 0:
             print_above_bars(f"rank {self.rank} on {node_name()} waits for rank 0 at {self._where} ({reason})")
             self._noticed = True
-        # Another run's rank 0 has to answer each time.
-        time.sleep(_POLL_STRANGERS_SECONDS if strange else _POLL_SECONDS)
+        # Another run's rank 0 has to answer each time, and for each port name servers may be asked.
+        time.sleep(_POLL_STRANGERS_SECONDS if strange else _POLL_SECONDS * len(self.ports))
 
     def _wait_for_all(self, store: dist.Store) -> tuple[str, bool]:
         """Wait on rank 0 until all ranks have connected; tell all what is wrong, and whether it is a user's mistake.

@@ -189,18 +189,20 @@ def check_initial_state(context: CheckContext) -> Iterable[CheckResult]:
     """Check the run that would be resumed, or else the weights that a new run would start from."""
     from data_module.corpus.manifest import is_corpus, read_manifest
     from pipeline.checkpointing.run_folder import check_same_run
-    from pipeline.training.start import check_same_vocabulary, load_initial_weights
+    from pipeline.training.start import check_same_vocabulary, check_tensors, load_initial_weights
 
     recipe, corpus = context.recipe, context.recipe.corpus_folder()
     if context.is_in_use():
         return
     if (checkpoint := context.checkpoint()) is not None:
         check_same_run(recipe.run_folder(), recipe)
-        if is_corpus(corpus):
-            from pipeline.checkpointing.checkpoint import read_checkpoint, stored_tokenizer  # imports torch
+        from pipeline.checkpointing.checkpoint import read_to_resume, stored_tokenizer  # imports torch
 
-            sha256 = read_manifest(corpus)["tokenizer"]["sha256"]
-            check_same_vocabulary(recipe, sha256, stored_tokenizer(checkpoint, read_checkpoint(checkpoint)))
+        contents = read_to_resume(checkpoint)
+        tokenizer = stored_tokenizer(checkpoint, contents)
+        check_tensors(recipe, checkpoint, contents, tokenizer.vocabulary_size)
+        if is_corpus(corpus):
+            check_same_vocabulary(recipe, read_manifest(corpus)["tokenizer"]["sha256"], tokenizer)
     elif context.init_from:
         initial = load_initial_weights(context.init_from, recipe)
         yield CheckResult(True, f"starts from the weights of {initial.path}")
@@ -351,10 +353,10 @@ def check_bleu_tokenizer(context: CheckContext) -> Iterable[CheckResult]:
         require_tokenizer(requested, f"run.bleu_tokenizer {requested}")
     began = None
     if not context.is_in_use() and (checkpoint := context.checkpoint()) is not None:
-        from pipeline.checkpointing.checkpoint import read_checkpoint  # imports torch
+        from pipeline.checkpointing.checkpoint import read_to_resume  # imports torch
         from pipeline.monitoring.validation_samples import bleu_tokenizer_of  # imports Lightning
 
-        began = bleu_tokenizer_of(checkpoint, read_checkpoint(checkpoint))
+        began = bleu_tokenizer_of(read_to_resume(checkpoint))
     tokenizer, note = choose_bleu_tokenizer(context.recipe, began)
     return [CheckResult(True, note or f"validation BLEU on {tokenizer} tokens")]
 

@@ -15,7 +15,6 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from pipeline.checkpointing.callback import CheckpointCallback, validation_is_due
-from pipeline.checkpointing.checkpoint import callback_state
 from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO, checkpoint_io
 from pipeline.compat.lightning import run_validation
 from pipeline.compat.pytorch import default_store
@@ -41,9 +39,9 @@ ANSWER_SECONDS = 3.0
 """How long a rank waits for the others to report that they have failed too."""
 
 
-def validation_is_pending(path: Path, contents: dict[str, Any]) -> bool:
-    """Return whether the run was stopped during the validation after a checkpoint's step; see `callback_state`."""
-    return callback_state(path, contents, GracefulStop.__qualname__, "validation_pending", bool)
+def validation_is_pending(checkpoint: dict[str, Any]) -> bool:
+    """Return whether the run was stopped during the validation after the checkpoint's step."""
+    return checkpoint["callbacks"][GracefulStop.__qualname__]["validation_pending"]
 
 
 class StopConsensus:

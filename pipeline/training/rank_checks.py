@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -36,6 +37,15 @@ class UnresponsiveRanksError(RendezvousError):
     def __init__(self, ranks: list[int]) -> None:
         names = ", ".join(map(str, ranks))
         super().__init__(f"ranks {names} do not respond: they hang or are disconnected; check their nodes")
+
+
+@contextmanager
+def _rank_0_answers() -> Iterator[None]:
+    """Raise UnresponsiveRanksError where the store no longer answers: it ends with rank 0."""
+    try:
+        yield
+    except (RuntimeError, dist.DistError):
+        raise UnresponsiveRanksError([0]) from None
 
 
 class RankGroup:
@@ -79,6 +89,7 @@ class RankGroup:
         self.first_node_is_local = _is_loopback(str(address))
         self.exit_after(3 * self.wait)
 
+    @_rank_0_answers()
     def all_gather(self, value: object) -> list:
         """Return the values of all ranks, by rank; a value is anything that JSON can hold.
 
@@ -93,11 +104,14 @@ class RankGroup:
             raise UnresponsiveRanksError([keys.index(key) for key in missing])
         return [read(self.store, key) for key in keys]
 
+    @_rank_0_answers()
     def leave(self) -> None:
         """Wait until rank 0, which prints the results before it leaves, and then all others have come here.
 
         srun kills all ranks when one exits with an error, and rank 0 holds the store: it has to be the first to be
         ready, and the last to end.
+
+        Raises UnresponsiveRanksError if rank 0 has ended.
         """
         keys = [f"leaves/{rank}" for rank in range(self.job.num_tasks)]
         if self.job.rank > 0:

@@ -16,7 +16,8 @@ from pipeline.runtime.console import say
 from pipeline.runtime.launch import JobStep, process_rank
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from data_module.tokenization.tokenizer import Tokenizer
     from model.settings import NetworkSettings
@@ -184,18 +185,88 @@ def find_resume_point(recipe: "Recipe", tokenizer: "Tokenizer", checked: bool) -
     if checked:
         allowed = check_same_run(path, recipe)
     # Imported here because torch and Lightning take seconds, and another recipe's run is refused before that.
-    from pipeline.checkpointing.checkpoint import read_checkpoint, stored_tokenizer
+    from pipeline.checkpointing.checkpoint import read_to_resume, stored_tokenizer
     from pipeline.monitoring.validation_samples import bleu_tokenizer_of
     from pipeline.training.graceful_stop import validation_is_pending
 
-    contents = read_checkpoint(checkpoint)
+    contents = read_to_resume(checkpoint)
     run_tokenizer = stored_tokenizer(checkpoint, contents)
     if checked:
         check_same_vocabulary(recipe, tokenizer.sha256, run_tokenizer)
+        check_tensors(recipe, checkpoint, contents, tokenizer.vocabulary_size)
         for change in allowed:
             print(printable(f"changed since the last start: {change}"), file=sys.stderr)
-    pending, tokenized = validation_is_pending(checkpoint, contents), bleu_tokenizer_of(checkpoint, contents)
+    pending, tokenized = validation_is_pending(contents), bleu_tokenizer_of(contents)
     return ResumePoint(checkpoint, step_of(checkpoint), pending, tokenized, run_tokenizer)
+
+
+def check_tensors(recipe: "Recipe", path: Path, contents: dict[str, Any], vocabulary_size: int) -> None:
+    """Raise InputError if weights or states of the optimizer are missing in a checkpoint to resume from, or do not fit.
+
+    Args:
+        recipe: the recipe, with the run's network.
+        path: the checkpoint.
+        contents: what `read_to_resume` returned of it.
+        vocabulary_size: number of pieces.
+    """
+    from model.optimization import build_optimizer
+    from model.transformer import Transformer
+    from pipeline.checkpointing.checkpoint import NoInitialValues, network_weights, unfit_to_resume
+
+    weights, averaged = network_weights(contents), recipe.training.ema_decay is not None
+    try:
+        with NoInitialValues(weights):
+            network = Transformer(vocabulary_size, recipe.network)
+        optimizer = build_optimizer(network.parameters(), recipe.training)
+        settings = [_numbers(group) for group in optimizer.param_groups]
+        optimizer.load_state_dict(contents["optimizer_states"][0])
+        wrong = _wrong_state(network, optimizer)
+        if any(group | own != group for group, own in zip(optimizer.param_groups, settings, strict=True)):
+            wrong = "the optimizer has other settings"
+        shapes = {name: weight.shape for name, weight in network.state_dict().items()}
+        # With a moving average, that is the state_dict.
+        current = network_weights({"state_dict": contents["current_model_state"]}) if averaged else weights
+        if any({name: weight.shape for name, weight in stored.items()} != shapes for stored in (weights, current)):
+            wrong = "its weights are not those of the recipe's network"
+        if averaged:
+            int(contents["averaging_state"]["n_averaged"]), int(contents["callbacks"]["EMA"]["latest_update_step"])
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        wrong = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    if wrong:
+        raise unfit_to_resume(path, wrong)
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group of parameters that determine its steps; the rate is set before each."""
+    return {key: value for key, value in group.items() if key != "lr" and type(value) in (int, float, tuple)}
+
+
+def _wrong_state(network: "nn.Module", optimizer: "Optimizer") -> str:
+    """Return which parameter's state an optimizer lacks or has of another shape; empty if there is none."""
+    from torch import Tensor
+    from torch.optim import Adam
+
+    from model.muon import Muon
+
+    is_own = all(type(module).__module__.startswith(("model.", "torch.")) for module in network.modules())
+    for name, parameter in network.named_parameters():
+        state = optimizer.state.get(parameter, {})
+        if not state and optimizer.state and not is_own:
+            continue  # An extension's module may have parameters that it does not use.
+        # An extension's optimizer may keep no state, or one of another shape.
+        if isinstance(optimizer, Muon) and hasattr(parameter, "projections"):
+            own = {"momentum"}
+        elif isinstance(optimizer, (Adam, Muon)):
+            own = {"step", "exp_avg", "exp_avg_sq"}
+        else:
+            continue
+        if not own <= state.keys():
+            return f"the optimizer's state of {name} is missing"
+        for key in own:
+            shape = () if key == "step" else parameter.shape
+            if not isinstance(state[key], Tensor) or state[key].shape != shape:
+                return f"the optimizer's state of {name} has another shape"
+    return ""
 
 
 def finished_reason(recipe: "Recipe", path: Path, step: int) -> str | None:

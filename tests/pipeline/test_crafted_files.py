@@ -3,12 +3,13 @@
 A crafted checkpoint is a whole one with one damage; likewise a corpus, a card and a recipe.
 """
 
+import io
 import json
 import resource
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,18 @@ from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.settings import NetworkSettings
 from model.transformer import Transformer
-from pipeline.checkpointing.checkpoint import load_model, metadata, read_checkpoint
+from pipeline.__main__ import main
+from pipeline.checkpointing.checkpoint import (
+    load_model,
+    metadata,
+    read_checkpoint,
+    read_to_resume,
+    stored_tokenizer,
+)
 from pipeline.config.recipe import load_recipe, recipe_from_dict
 from pipeline.export.bundle import _settings_of
-from pipeline.monitoring.validation_samples import bleu_tokenizer_of
-from pipeline.training.graceful_stop import validation_is_pending
 from pipeline.training.marian_import import load_marian
+from pipeline.training.start import check_tensors
 from tests.conftest import refusal, tiny_recipe
 
 SPACE = 4 << 30
@@ -111,9 +118,6 @@ CHECKPOINTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "a weight that is text": (put(*WEIGHT, value="text"), "state_dict has something else than named tensors"),
     "a weight without a name": (put("state_dict", 5, value=torch.ones(1)), "state_dict has something else"),
     "a step that is text": (put("global_step", value="9"), "global_step is no number of steps"),
-    "callbacks that are a list": (put("callbacks", value=[1]), "cannot be resumed from: it has no validation_pending"),
-    "a state that is text": (put("callbacks", "GracefulStop", value="x"), "cannot be resumed from"),
-    "a tokenizer of BLEU that is none": (put("callbacks", "ValidationSamples", "bleu_tokenizer", value=3), "it has no"),
 }
 
 
@@ -124,12 +128,10 @@ def whole(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = recipe_from_dict({"name": "tiny", **tiny_recipe(tiny_corpus.parent)})
     tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
     weights = Transformer(tokenizer.vocabulary_size, recipe.network).state_dict()
-    states = {"GracefulStop": {"validation_pending": False}, "ValidationSamples": {"bleu_tokenizer": "13a"}}
     contents = {
         "state_dict": {f"network.{name}": tensor for name, tensor in weights.items()},
         "translation": metadata(recipe.as_dict(), recipe.network, tokenizer),
         "global_step": 3,
-        "callbacks": states,
     }
     torch.save(contents, folder / "whole.ckpt")
     use(folder / "whole.ckpt")
@@ -139,9 +141,7 @@ def whole(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def use(path: Path) -> None:
     """Read what commands read of a checkpoint."""
     load_model(path)
-    contents = read_checkpoint(path)
-    validation_is_pending(path, contents)
-    bleu_tokenizer_of(path, contents)
+    read_checkpoint(path)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -158,6 +158,68 @@ def test_a_crafted_checkpoint(whole: Path, tmp_path: Path, name: str) -> None:
     assert line.startswith(f"{crafted}: ")
     assert words in line
     assert len(line.splitlines()) == 1
+
+
+FIT_LOOP, PLACE = ("loops", "fit_loop"), ("loops", "fit_loop", "state_dict", "combined_loader")
+OPTIMIZER = ("optimizer_states", 0)
+MOMENT = (*OPTIMIZER, "state", 1, "exp_avg")
+STEPS = "epoch_loop.manual_optimization.optim_step_progress"
+RESUMED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "callbacks that are a list": (put("callbacks", value=[1]), "callbacks is missing"),
+    "a state that is text": (put("callbacks", "GracefulStop", value="x"), "callbacks.GracefulStop is missing"),
+    "no state of a callback": (put("callbacks", "TrainingMonitor", value=None), "callbacks.TrainingMonitor is missing"),
+    "a score that is text": (put("callbacks", "CheckpointCallback", "best_score", value="x"), ".best_score is missing"),
+    "an unknown BLEU": (put("callbacks", "ValidationSamples", "bleu_tokenizer", value="x"), ".bleu_tokenizer is"),
+    "no loops": (put("loops", value=None), "loops is missing"),
+    "no position": (put(*PLACE, value=[]), "the position in the corpus is missing or wrong"),
+    "an epoch that is text": (put(*PLACE, 0, "epoch", value="x"), "combined_loader.epoch is missing"),
+    "a batch below 0": (put(*PLACE, 0, "next_batch", value=-1), "combined_loader.next_batch is missing"),
+    "a position out of range": (put(*PLACE, 0, "next_batch", value=10**9), "the position in the corpus is"),
+    "steps that are not counted": (put(*FIT_LOOP, STEPS, "total", "completed", value=0), "the number of steps is"),
+    "another step than its name's": (put("global_step", value=8), "the number of steps is missing or wrong"),
+    "no optimizer": (put("optimizer_states", value=[]), "optimizer_states is missing"),
+    "no states of the optimizer": (put(*OPTIMIZER, "state", value={}), "state of embedding.weight is missing"),
+    "no state of a parameter": (put(*OPTIMIZER, "state", 1, value={}), "query_key_value.weight is missing"),
+    "a state of another shape": (put(*MOMENT, value=torch.ones(3)), "query_key_value.weight has another shape"),
+    "a state that is a number": (put(*MOMENT, value=3.0), "query_key_value.weight has another shape"),
+    "no groups": (put(*OPTIMIZER, "param_groups", value=[]), "different number of parameter groups"),
+    "other betas": (put(*OPTIMIZER, "param_groups", 0, "betas", value=(0.5, 0.5)), "the optimizer has other settings"),
+    "weights of another shape": (put(*WEIGHT, value=torch.ones(3)), "its weights are not those of the recipe's"),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_crafted_checkpoint_to_resume_from(trained_run: Path, tmp_path: Path, name: str) -> None:
+    damage, words = RESUMED[name]
+    whole = trained_run / "checkpoints" / "step=00000240.ckpt"
+    recipe = load_recipe([trained_run / "config.yaml"])
+    size = stored_tokenizer(whole, read_to_resume(whole)).vocabulary_size
+    check_tensors(recipe, whole, read_to_resume(whole), size)
+    contents = torch.load(whole, weights_only=True)
+    damage(contents)
+    crafted = tmp_path / whole.name
+    torch.save(contents, crafted)
+    with pytest.raises(InputError) as error:
+        check_tensors(recipe, crafted, read_to_resume(crafted), size)
+    line = str(error.value)
+    assert line.startswith(f"{crafted}: cannot be resumed from (")
+    assert words in line
+    assert line.endswith("); remove it, or use --fresh")
+
+
+def test_neither_fit_nor_doctor_goes_on_without_states_of_the_optimizer(trained_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(trained_run, tmp_path / "run"))
+    newest = run / "checkpoints" / "step=00000240.ckpt"
+    contents = torch.load(newest, weights_only=True)
+    torch.save(contents | {"optimizer_states": []}, newest)
+    before = newest.read_bytes()
+    arguments = ("--config", run / "config.yaml", "--run.folder", run, "--trainer.max_steps", 300)
+    reason = f"{newest}: cannot be resumed from (optimizer_states is missing or wrong); remove it, or use --fresh"
+    assert refusal("fit", *arguments) == f"error: {reason}"
+    with redirect_stdout(io.StringIO()) as out:
+        assert main(["doctor", *map(str, arguments)]) == 1
+    assert reason in out.getvalue()
+    assert newest.read_bytes() == before
 
 
 def test_a_deflated_checkpoint(whole: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from pipeline.runtime.devices import ONE_GPU_NOTE, gpus_mistake, mixed_processor
 from pipeline.runtime.launch import RANKS_MISSING, JobStep, node_name
 from pipeline.training import rank_checks
 from pipeline.training.checks import CheckContext, CheckResult, check_machine, check_trainer
-from pipeline.training.rank_checks import RankGroup, check_ranks
+from pipeline.training.rank_checks import RankGroup, UnresponsiveRanksError, check_ranks
 from pipeline.training.trainer import make_trainer, trainer_options
 from tests.conftest import ROOT
 
@@ -292,3 +292,43 @@ def test_a_recipe_that_a_rank_cannot_load_is_checked_by_none(tmp_path: Path, fai
     first = (False, "no such file", "") if 0 in fails_on else (True, "recipe demo", "")
     second = [(False, "no such file", "rank 1")] if fails_on == {1} else []
     assert [[one[:3] for one in results[number][1]] for number in (0, 1)] == [[first], second]
+
+
+def test_a_rank_with_another_recipe_says_what_differs(tmp_path: Path) -> None:
+    """The run folder may be given by another way to it."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    options = [
+        [f"--run.folder={tmp_path / 'run'}"],
+        [f"--run.folder={tmp_path / 'link'}", "--training.warmup_steps=7"],
+    ]
+    results: dict[int, list[CheckResult]] = {}
+
+    def agree(number: int) -> None:
+        ranks = RankGroup(JobStep(**{**vars(STEP), "rank": number}))
+        ranks.location = f"rank {number}"
+        ranks.store = dist.FileStore(str(tmp_path / "store"), 2)
+        results[number] = agree_on_context(ranks, demo_context(options[number]), CheckResult(True, "recipe demo"))[1]
+
+    threads = [threading.Thread(target=agree, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first = demo_context([]).recipe.training.warmup_steps
+    different = f"another recipe than rank 0's: training.warmup_steps 7, not {first}; give all ranks the same"
+    assert [[one[:3] for one in results[number]] for number in (0, 1)] == [
+        [(True, "recipe demo", "")],
+        [(False, different, "rank 1")],
+    ]
+
+
+@pytest.mark.parametrize("call", [lambda ranks: ranks.all_gather(1), RankGroup.leave])
+def test_rank_0_ends_before_the_others(call: Callable[[RankGroup], object]) -> None:
+    """It holds the store; the others say so in one line."""
+    ranks = RankGroup(replace(STEP, rank=1))
+    held = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks.store = dist.TCPStore("127.0.0.1", held.port, is_master=False)
+    del held
+    with pytest.raises(UnresponsiveRanksError, match=r"^ranks 0 do not respond: "):
+        call(ranks)

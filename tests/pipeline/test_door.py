@@ -85,7 +85,7 @@ def met(folder: Path, ranks: Sequence[tuple[Rendezvous, str, str]]) -> dict[str,
         receive, send = FORK.Pipe(duplex=False)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(RANKS_TOKEN, token)
-            processes.append(FORK.Process(target=be_a_rank, args=(meeting, run, folder, send)))
+            processes.append(FORK.Process(target=be_a_rank, args=(meeting, run, folder, send), daemon=True))
             processes[-1].start()
         send.close()
         assert receive.recv() == "arrived"
@@ -118,6 +118,7 @@ def test_ranks_of_two_runs_never_meet(tmp_path: Path, starts: tuple[str, str], t
         assert not list((tmp_path / f"{number}").glob(".ranks-*"))
 
 
+@pytest.mark.timeout(PATIENCE_SECONDS)
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("token", ["a" * 64, ""], ids=["a token", "a token in a file"])
 @pytest.mark.parametrize(
@@ -180,6 +181,24 @@ def test_a_stranger_is_refused_and_the_rank_waited_for(sent: list[bytes]) -> Non
     opened.close()
     assert admitted == ["rank 1"]
     assert opened.refused >= 1
+
+
+def test_the_door_stays_open_where_no_thread_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when strangers come in hundreds."""
+    listener = socket.create_server((HOST, 0))
+    address = listener.getsockname()
+    opened, start, failures = Door(listener, KEY, lambda _: "welcome"), threading.Thread.start, iter([1])
+
+    def fail_once(thread: threading.Thread) -> None:
+        if next(failures, None):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fail_once)
+    with pytest.raises(StrangerError):
+        knock(address, KEY, "rank 1")
+    assert knock(address, KEY, "rank 1") == "welcome"
+    opened.close()
 
 
 def test_a_rank_goes_past_strangers_that_listen(monkeypatch: pytest.MonkeyPatch) -> None:

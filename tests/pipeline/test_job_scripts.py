@@ -130,6 +130,7 @@ def write_program(path: Path, code: str) -> None:
 MISTAKE = "touch $MISTAKE_FILE; exit"
 """Of the rank that made it; srun ends with the exit code of another one, which it killed."""
 BEGAN = "rm -f $FAILURES_FILE; exit"
+FULL_DISK = "ln -s /bin/false $NOTES/../programs/mktemp"
 D, F = "doctor", "fit"
 
 
@@ -158,6 +159,11 @@ D, F = "doctor", "fit"
         # A text in place of the count is no number.
         ({F: ["echo 'a[$(touch ran)]' >$FAILURES_FILE; exit 1"]}, {}, 0, "doctor fit fit", False, None),
         ({F: ["echo 08 >$FAILURES_FILE; exit 1"]}, {}, 1, "doctor fit", False, None),
+        # A link in place of the count is not followed.
+        ({F: ["ln --force --symbolic one.yaml $FAILURES_FILE; exit 1"]}, {}, 0, "doctor fit fit", False, None),
+        # Without a count, on a full disk, the job would start again without end.
+        ({D: [f"{FULL_DISK}; exit 137"]}, {}, 137, "doctor", False, "0"),
+        ({D: [f"{FULL_DISK}; rm $FAILURES_FILE"], F: ["exit 1"]}, {}, 1, "doctor fit", False, None),
     ],
 )
 def test_what_becomes_of_a_training_job(
@@ -169,7 +175,9 @@ def test_what_becomes_of_a_training_job(
     failures: str | None,
     tmp_path: Path,
 ) -> None:
+    (tmp_path / "one.yaml").write_text("precious")
     done = job(tmp_path, "train", "one.yaml --fresh", outcomes, environment)
+    assert (tmp_path / "one.yaml").read_text() == "precious"
     assert done.output.splitlines() == [f"{one} --config one.yaml --fresh" for one in commands.split()], done.log
     assert (done.code, done.requeued, done.failures) == (code, "requeue 7" if requeued else "", failures), done.log
     assert not (tmp_path / "ran").exists()

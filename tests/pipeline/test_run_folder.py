@@ -451,6 +451,13 @@ def test_a_job_that_keeps_failing_from_one_checkpoint_is_ended(tmp_path: Path) -
             start(tmp_path, restarts, checkpoint, ArithmeticError())
     with pytest.raises(InputError, match=r"the job has failed 3 times from step=4\.ckpt"):
         start(tmp_path, 5, four, ArithmeticError())
+    # A damaged count begins again.
+    file = tmp_path / f".starts-{STEP.job}.json"
+    for count in ('"x"', "null", "[1]"):
+        file.write_text(f'{{"checkpoint": "{four.name}", "starts": {count}}}')
+        with pytest.raises(ArithmeticError):
+            start(tmp_path, 5, four, ArithmeticError())
+        assert json.loads(file.read_text())["starts"] == 1
     # The count is also reset by a new submission and by another checkpoint.
     for checkpoint, restarts in ((four, 0), (eight, 6)):
         with pytest.raises(ArithmeticError):
