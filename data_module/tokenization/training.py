@@ -38,6 +38,8 @@ _MAX_COUNTED_WORDS = 2_000_000
 _MEAN_CHARACTERS = 12
 _HASH_BITS = 32
 _CHUNK_WORDS = 100_000
+_LONGEST_WORD = 1000
+"""Characters of a word that are given to sentencepiece together: it leaves out lines of more than 4,192 bytes."""
 
 
 class WordCounts:
@@ -209,7 +211,10 @@ def _train(words: WordCounts, options: dict[str, Any]) -> bytes:
 
     # sentencepiece sorts the words, so that their order is of no account.
     lines = (
-        f"{word}\t{count}" for word, count in words.counts.items() if word and count and RESERVED_CHARACTER not in word
+        f"{word[start : start + _LONGEST_WORD]}\t{count}"
+        for word, count in words.counts.items()
+        if count and RESERVED_CHARACTER not in word
+        for start in range(0, len(word), _LONGEST_WORD)
     )
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
