@@ -186,5 +186,5 @@ def test_a_record_of_another_vocabulary_is_refused(run: Path, recipe: dict[str, 
     tokenizer.save(tmp_path / "tokenizer.model")
     assert Tokenizer.load(tmp_path / "tokenizer.model").seen == tokenizer.seen
     (tmp_path / "tokenizer.seen").write_bytes(b"\3" * 25)
-    with pytest.raises(InputError, match=r"26 pieces, and the record of trained ones has 25; run prepare again"):
+    with pytest.raises(InputError, match=r"tokenizer\.model: has 26 pieces, and the record .* has 25; copy or create both again"):
         Tokenizer.load(tmp_path / "tokenizer.model")
