@@ -151,12 +151,16 @@ def max_characters(settings: CorpusSettings) -> int:
 
 
 def least_lengths(sentences: list[str], settings: CorpusSettings) -> np.ndarray:
-    """Return the least number of pieces that each sentence has, int64 [sentences]: a word is at least one piece.
+    """Return a number of pieces that each sentence has at least, int64 [sentences]: a word is one piece or more.
 
-    It is more than `max_tokens` for a sentence with more than `max_characters`.
+    It is more than `max_tokens` for a sentence with more words, or with more than `max_characters`.
     """
-    lengths = np.array([sentence.count(" ") + (sentence != "") for sentence in sentences], dtype=np.int64)
-    lengths[np.array(list(map(len, sentences))) > max_characters(settings)] = settings.max_tokens + 1
+    characters = np.array(list(map(len, sentences)), dtype=np.int64)
+    lengths = (characters > 0).astype(np.int64)
+    # A shorter sentence has too few spaces to have too many words.
+    for place in np.flatnonzero(characters > 2 * settings.max_tokens).tolist():
+        lengths[place] = sentences[place].count(" ") + 1
+    lengths[characters > max_characters(settings)] = settings.max_tokens + 1
     return lengths
 
 

@@ -135,7 +135,8 @@ class Tokenizer:
         self.vocabulary_size: int = processor.get_piece_size()
         if seen is not None and len(seen) != self.vocabulary_size:
             raise InputError(
-                f"{self.vocabulary_size} pieces, and the record of trained ones has {len(seen)}; run prepare again"
+                f"has {self.vocabulary_size} pieces, and the record of those that training had has {len(seen)}; copy or"
+                " create both again"
             )
         self.seen = seen
         self.lowercase: bool = self._encoder.normalize("A").endswith("a")

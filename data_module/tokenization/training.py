@@ -4,7 +4,7 @@ import io
 import re
 import tempfile
 import zlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -38,6 +38,8 @@ _MAX_COUNTED_WORDS = 2_000_000
 _MEAN_CHARACTERS = 12
 _HASH_BITS = 32
 _CHUNK_WORDS = 100_000
+_LONGEST_WORD = 1000
+"""Characters of a word that are given to sentencepiece together: it leaves out lines of more than 4,192 bytes."""
 
 
 class WordCounts:
@@ -72,14 +74,14 @@ class WordCounts:
 
     def add(self, lines: str, times: int = 1) -> None:
         r"""Count the words of normalized "\n"-separated lines `times` times."""
-        by_last_one: defaultdict[int, list[str]] = defaultdict(list)
-        for line, hashed in zip(lines.split("\n"), map(zlib.crc32, lines.encode().split(b"\n")), strict=True):
-            by_last_one[hashed & -hashed].append(line)
+        split = lines.split("\n")
+        hashes = np.fromiter(map(zlib.crc32, lines.encode().split(b"\n")), dtype=np.int64, count=len(split))
+        last_ones = hashes & -hashes
         lowest, num_before = self._by_zeros[0], len(self._by_zeros[0])
-        for last_one, some in by_last_one.items():
+        for last_one in np.unique(last_ones).tolist():
             zeros = last_one.bit_length() - 1 if last_one else _HASH_BITS
             if zeros >= self._zeros:
-                words = " ".join(some).split(" ")
+                words = " ".join([split[place] for place in np.flatnonzero(last_ones == last_one).tolist()]).split(" ")
                 for _ in range(times):
                     self._by_zeros[zeros - self._zeros].update(words)
         self._characters += _num_characters(islice(reversed(lowest), len(lowest) - num_before))
@@ -117,7 +119,8 @@ class WordCounts:
 
 
 def _num_characters(words: Iterable[str]) -> int:
-    return sum(len(word) + 1 for word in words)
+    lengths = list(map(len, words))
+    return sum(lengths) + len(lengths)
 
 
 def train_on_words(words: WordCounts, settings: CorpusSettings) -> bytes:
@@ -209,7 +212,10 @@ def _train(words: WordCounts, options: dict[str, Any]) -> bytes:
 
     # sentencepiece sorts the words, so that their order is of no account.
     lines = (
-        f"{word}\t{count}" for word, count in words.counts.items() if word and count and RESERVED_CHARACTER not in word
+        f"{word[start : start + _LONGEST_WORD]}\t{count}"
+        for word, count in words.counts.items()
+        if count and RESERVED_CHARACTER not in word
+        for start in range(0, len(word), _LONGEST_WORD)
     )
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(

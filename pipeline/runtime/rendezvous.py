@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import socket
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -113,7 +114,9 @@ class Rendezvous:
     def _folders(self) -> list[Path]:
         # A rank that was started with another folder finds the token in the others, to be told what differs.
         own = [self.folder] if self.folder is not None else []
-        return [*own, Path(), Path(os.environ.get("HOME", "."))]
+        # On one machine, ranks that may write to none of them, as in a container, share the temporary folder.
+        temporary = [Path(tempfile.gettempdir())] if self.host == LOOPBACK else []
+        return [*own, Path(), Path(os.environ.get("HOME", ".")), *temporary]
 
     def connect(self) -> dist.Store:
         """Connect to rank 0's store, or that of torchrun, wait until all ranks have, and return it.

@@ -60,7 +60,7 @@ def test_store_is_mapped_and_pickles_as_its_path(tmp_path: Path) -> None:
 
 def test_a_mapped_store_is_read_whole_though_another_takes_its_place(tmp_path: Path) -> None:
     store = _write(tmp_path / "train.source")
-    store.map_all()
+    store.map_all(max(map(len, SENTENCES)))
     for path in tmp_path.iterdir():
         path.unlink()
     with TokenStoreWriter(tmp_path / "train.source", np.dtype(np.uint16)) as writer:

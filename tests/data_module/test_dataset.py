@@ -270,7 +270,7 @@ def test_no_such_data_set_subset_split_or_language(settings: CorpusSettings, tmp
     fails(settings, "wmt14: it has subsets; give `subset`, one of: cs-en", train=changed(settings, subset=None))
     message = "wmt14: there is no split 'dev'; give `split`, one of: train, validation"
     fails(settings, message, train=changed(settings, split="dev"))
-    message = "train-00000-of-00003.parquet: 'fr' is none of its languages (de, en); correct corpus.target_language"
+    message = "-00000-of-00001.parquet: 'fr' is none of its languages (de, en); correct corpus.target_language"
     fails(settings, message, target_language="fr")
     fails(settings, "are both 'de'; name its two languages", source_language="de")
     (tmp_path / "wmt14/README.md").unlink()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from data_module.corpus.checks import TextChecker
 from data_module.corpus.pairs import all_available, open_reader, read_pairs
 from data_module.corpus.preparation import prepare
 from data_module.corpus.readers import READERS, Reader, as_lines
@@ -61,7 +62,7 @@ def test_an_unknown_reader_is_refused(settings: CorpusSettings, name: str, way_o
     with pytest.raises(InputError) as caught:
         open_reader(text, settings)
     assert str(caught.value) == message
-    [result] = check_text(text, settings, True)
+    [result] = check_text(TextChecker(settings), "train", text, True)
     assert result[:2] == (False, message)
 
 
@@ -75,11 +76,11 @@ def test_a_prepared_corpus_does_not_need_its_reader(settings: CorpusSettings, mo
 def test_doctor_and_availability(settings: CorpusSettings, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     assert all_available(settings)
-    results = check_text(settings.train[0], settings, True)
+    results = check_text(TextChecker(settings), "train", settings.train[0], True)
     assert [result[:2] for result in results] == [(True, f"text {path}: 2 pairs")]
     path.unlink()
     assert not all_available(settings)
-    [result] = check_text(settings.train[0], settings, True)
+    [result] = check_text(TextChecker(settings), "train", settings.train[0], True)
     assert result[:2] == (False, f"text {path} is missing; put it there or correct its path in corpus:")
 
 

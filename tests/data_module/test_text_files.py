@@ -82,7 +82,7 @@ def test_a_line_has_a_largest_length(tmp_path: Path, name: str) -> None:
 
 
 def test_pipes_and_devices_are_refused_without_waiting(tmp_path: Path) -> None:
-    """A pipe that the path names as open already, as `<(command)` of a shell does, is read."""
+    """A pipe that the path names as open already, as `<(command)` of a shell does, is read: here with a blank line."""
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero"), Path("/dev/null")):
         for read in (open_file, read_sentences, lambda path: fingerprint("text", path)):
@@ -90,7 +90,7 @@ def test_pipes_and_devices_are_refused_without_waiting(tmp_path: Path) -> None:
                 read(path)
     reading, writing = os.pipe()
     try:
-        os.write(writing, b"one\n\ntwo")
+        os.write(writing, "one\n\u200b\xa0\ntwo".encode())
         os.close(writing)
         assert read_sentences(Path(f"/dev/fd/{reading}")) == ["one", "", "two"]
     finally:

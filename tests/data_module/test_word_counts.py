@@ -215,3 +215,12 @@ def test_text_without_spaces_in_another_order_gives_the_same_vocabulary(
         models.append(learn_tokenizer(settings, check_text(settings), progress=False))
     assert models[0].model == models[1].model
     assert set(syllables) <= {piece.strip("\u2581") for piece in models[0].pieces()}
+
+
+def test_a_sentence_of_any_length_without_spaces_counts(tmp_path: Path) -> None:
+    chooser = random.Random(1)
+    syllables = [chr(0x4E00 + number) + chr(0x5E00 + number) for number in range(100)]
+    pairs = [("".join(chooser.choices(syllables, k=10_000)), "a") for _ in range(3)]
+    settings = settings_of(tmp_path, [text_of(tmp_path, "train", pairs)], vocabulary_size=330, max_tokens=20_000)
+    model = learn_tokenizer(settings, check_text(settings), progress=False)
+    assert set(syllables) <= {piece.strip("\u2581") for piece in model.pieces()}

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import socket
+import tempfile
 import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -282,3 +283,21 @@ def test_a_token_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert find_token("7.0.0", folders) is None
     with pytest.raises(InputError, match=r"^cannot write \.ranks-7\.0\.0 to .*; export RANKS_TOKEN="):
         write_token("7.0.0", folders[:1])
+
+
+def test_ranks_of_one_machine_need_no_home_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working folder and the home are read-only for root as well; the temporary folder holds the token."""
+    monkeypatch.delenv(RANKS_TOKEN, raising=False)
+    monkeypatch.setenv("HOME", "/proc")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir("/proc")
+    ports, stores = free_ports(1), []
+    meetings = [Rendezvous(HOST, ports, rank, 2, PATIENCE_SECONDS, start="7.0.0") for rank in (0, 1)]
+    threads = [threading.Thread(target=lambda one=one: stores.append(one.connect()), daemon=True) for one in meetings]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(stores) == 2
+    assert not list(tmp_path.iterdir())
+    assert tmp_path not in Rendezvous("localhost", ports, 0, 2, PATIENCE_SECONDS)._folders

@@ -1,6 +1,7 @@
 """Pieces that training never had: who counts lines with them; and the pieces that `prepare` and `doctor` show."""
 
 import random
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -165,12 +166,16 @@ def test_without_a_record_nothing_counts(run: Path, tmp_path: Path, text: Path, 
 def test_a_run_from_another_has_seen_what_both_have(
     run: Path, recipe: dict[str, Any], tmp_path: Path, recipe_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """When it is resumed too."""
+    """When it is resumed too. `prepare` and `fit` say so before the run begins."""
     train = tmp_path / "train.tsv"
     train.write_text("<N><PSS1P> k a\tk a w\n" * 50)
     options = ["--config", str(recipe_path), "--corpus.folder", str(tmp_path / "corpus"), "--init-from", str(run)]
     options += ["--run.folder", str(tmp_path / "run"), "--corpus.train.tsv", str(train)]
     expected = ["", "", "", "<", "u", "", "w"]
+    for command in ("prepare", "fit"):
+        shutil.rmtree(tmp_path / "corpus", ignore_errors=True)
+        assert main([command, *options, "--trainer.max_steps", "2"]) == 0
+        assert "3 lines, 13, 14, 16: " in "".join(capsys.readouterr())
     for steps in ("2", "4"):
         assert main(["fit", *options, "--trainer.max_steps", steps]) == 0
         assert main(["doctor", *options]) == 0
@@ -186,5 +191,5 @@ def test_a_record_of_another_vocabulary_is_refused(run: Path, recipe: dict[str, 
     tokenizer.save(tmp_path / "tokenizer.model")
     assert Tokenizer.load(tmp_path / "tokenizer.model").seen == tokenizer.seen
     (tmp_path / "tokenizer.seen").write_bytes(b"\3" * 25)
-    with pytest.raises(InputError, match=r"26 pieces, and the record of trained ones has 25; run prepare again"):
+    with pytest.raises(InputError, match=r"tokenizer\.model: has 26 pieces, and the record .* 25; copy or create both"):
         Tokenizer.load(tmp_path / "tokenizer.model")

@@ -26,6 +26,7 @@ from data_module.errors import InputError
 from data_module.settings import TextSource
 from pipeline.__main__ import main
 from pipeline.checkpointing.run_folder import (
+    METRICS,
     RunFolder,
     check_same_run,
     check_writable,
@@ -33,6 +34,7 @@ from pipeline.checkpointing.run_folder import (
     differences,
     is_run,
     note_run,
+    read_metrics,
     refuse_corpus_in_use,
     reset_marker,
 )
@@ -525,3 +527,14 @@ def test_only_the_corpus_that_a_run_trains_on_now_is_in_use(tmp_path: Path) -> N
         refuse_corpus_in_use(former)
         with pytest.raises(InputError, match="is training on it"):
             refuse_corpus_in_use(corpus)
+
+
+def test_metrics_are_read_from_a_file_only(tmp_path: Path) -> None:
+    """Whoever opens a named pipe would wait for a writer."""
+    assert list(read_metrics(tmp_path)) == []
+    (tmp_path / METRICS).write_text('{"step": 2}\n[4]\n{"step": 6}\n')
+    assert list(read_metrics(tmp_path)) == [{"step": 2}]
+    (tmp_path / METRICS).unlink()
+    os.mkfifo(tmp_path / METRICS)
+    with pytest.raises(InputError, match=r"metrics\.jsonl: a pipe or a device, not a file"):
+        list(read_metrics(tmp_path))
