@@ -40,13 +40,13 @@ def test_sentences_end_to_end(corpus: ParallelCorpus) -> None:
     assert first.target_output.tolist() == [25, 26, 3, 21, 3, 0, 0, 0, 0, 0, 0, 0]
     assert first.target_positions.tolist() == [0, 1, 2, 0, 1, 0, 0, 0, 0, 0, 0, 0]
     # Seven tokens of padding on both sides make two segments of at most four.
-    assert first.source_offsets.tolist() == [0, 4, 7, 10, 14, 14]
-    assert first.target_offsets.tolist() == [0, 3, 5, 8, 12, 12]
+    assert first.source_offsets.tolist() == [0, 4, 7, 11, 14, 14]
+    assert first.target_offsets.tolist() == [0, 3, 5, 9, 12, 12]
     assert second.source.tolist() == [11, 3, *[0] * 12]
     assert second.target_input.tolist() == [2, *[0] * 11]
     assert second.target_output.tolist() == [3, *[0] * 11]
     assert second.source_offsets.tolist() == [0, 2, 6, 10, 14, 14]
-    assert second.target_offsets.tolist() == [0, 1, 4, 8, 12, 12]
+    assert second.target_offsets.tolist() == [0, 1, 5, 9, 12, 12]
     assert (first.groups, second.groups, first.longest) == ([(2, 4, 3)], [(1, 2, 1)], 4)
     assert batch.ids.dtype == torch.int32
     assert batch.pairs.tolist() == [2, 0, 3]
@@ -63,7 +63,7 @@ def test_rows_as_long_as_their_sentences_need(corpus: ParallelCorpus) -> None:
     assert first.source.tolist() == [18, 19, 10, 3, 15, 16, 3, *[0] * 9]
     assert first.target_output.tolist() == [25, 26, 3, 21, 3, *[0] * 11]
     assert first.source_offsets.tolist() == [0, 4, 7, 10, 13, 16, 16, 16, 16, 16, 16]
-    assert first.target_offsets.tolist() == [0, 3, 5, 8, 12, 16, 16, 16, 16, 16, 16]
+    assert first.target_offsets.tolist() == [0, 3, 5, 9, 13, 16, 16, 16, 16, 16, 16]
     assert [row.numel() for row in (second.source, second.target_input, third.source)] == [32, 32, 16]
 
 
@@ -72,7 +72,7 @@ def test_a_rank_without_pairs_has_padding_only(corpus: ParallelCorpus) -> None:
     batch = collate(corpus, [np.array([], np.int64)], SPECIAL, SHAPE, num_target_tokens=9)
     [one] = batch.micro_batches
     assert one.target_output.unique().tolist() == [0]
-    assert one.source_offsets.tolist() == [0, 3, 7, 10, 14, 14]
+    assert one.source_offsets.tolist() == [0, 4, 7, 11, 14, 14]
     assert one.groups == [(1, 1, 1)]
     assert (batch.num_tokens, batch.num_target_tokens) == (0, 9)
 

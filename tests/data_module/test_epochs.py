@@ -131,15 +131,15 @@ def full_disk(descriptor: int) -> None:
 def test_where_plans_cannot_be_shared_each_process_computes_them(
     source: Epochs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, obstacle: str
 ) -> None:
-    folder = tmp_path / f"epoch-plans-{os.getuid()}"
+    folder = tmp_path / f"epoch-plans-{os.geteuid()}"
     folder.mkdir(mode=0o700)
     if obstacle == "full disk":
         monkeypatch.setattr(os, "fsync", full_disk)
     elif obstacle == "others can write":
         folder.chmod(0o777)
     else:
-        other = os.getuid() + 1
-        monkeypatch.setattr(os, "getuid", lambda: other)
+        other = os.geteuid() + 1
+        monkeypatch.setattr(os, "geteuid", lambda: other)
         folder.rename(tmp_path / f"epoch-plans-{other}")
     assert np.array_equal(source.get(3).plan.numbers, source.compute(3).numbers)
     assert "cannot share epoch plans" in caplog.text

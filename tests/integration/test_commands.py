@@ -114,9 +114,9 @@ def test_paths_that_cannot_be_written(trained_run: Path, tmp_path: Path) -> None
     (tmp_path / "file").touch()
     unwritable = tmp_path / "file" / "folder"
     line = refusal("export", trained_run, unwritable)
-    assert f"{unwritable}: cannot be written (File exists); give another folder" in line
-    assert "check that path, or give another" in refusal("average", trained_run, "--last", 2, "--output", unwritable)
+    assert f"{unwritable}: cannot be written (Not a directory ({tmp_path / 'file'})); give another folder" in line
+    assert "; give another file as --output" in refusal("average", trained_run, "--last", 2, "--output", unwritable)
     truncated = tmp_path / "truncated.gz"
     truncated.write_bytes(gzip.compress(b"a house" * 99)[:-9])
     line = refusal("evaluate", trained_run, "--source", truncated, "--reference", truncated)
-    assert f"{truncated}: is no gzip file or a damaged one" in line
+    assert f"{truncated}: the gzip file is truncated or damaged; copy or download it again" in line

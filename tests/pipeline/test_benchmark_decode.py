@@ -47,7 +47,7 @@ def test_mistakes(trained_run: Path, tmp_path: Path) -> None:
     empty.write_text("\n\n")
     for arguments, words in (
         ([trained_run, "--source", empty], f"{empty}: has no sentences"),
-        ([trained_run, "--source", tmp_path / "none"], "none: cannot be read"),
+        ([trained_run, "--source", tmp_path / "none"], "none: no such file; correct the path"),
         ([tmp_path / "none.ckpt", "--source", __file__], "no such checkpoint"),
         ([trained_run, "--source", __file__, "--beam", 0], "--beam 0: must be 1 to 1,000,000"),
         ([trained_run, "--source", __file__, "--baseline", "huggingface"], "invalid choice: 'huggingface'"),

@@ -150,12 +150,8 @@ def test_what_lightning_would_refuse_late(recipe_file: Path, tmp_path: Path, lin
     assert not (tmp_path / "corpus").exists()
 
 
-def test_what_this_machine_cannot_do_is_refused_early(
-    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for variable in ("CC", "CXX"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(InputError, match=r"^command line: run\.compile: torch\.compile needs a compiler: none of"):
-        fit([recipe_file], ["--run.compile", "true", "--corpus.folder", str(tmp_path / "corpus")], False, None)
+def test_what_this_machine_cannot_do_is_refused_early(recipe_file: Path, tmp_path: Path) -> None:
+    overrides = ["--run.kernels", "triton", "--corpus.folder", str(tmp_path / "corpus")]
+    with pytest.raises(InputError, match=r"^command line: run\.kernels triton: .*: they need a GPU; set it to null"):
+        fit([recipe_file], [*overrides, "--run.folder", str(tmp_path / "run")], False, None)
     assert not (tmp_path / "corpus").exists()
