@@ -261,7 +261,7 @@ def _end_to_end(
         offsets[0] = 0
         offsets[1 : len(lengths) + 1] = np.cumsum(lengths)
         # Evenly divided, no segment of padding is longer than the longest sentence, which kernels are launched for.
-        # Rounded up, the first one is empty on neither side: a rank without pairs computes attention of its first token.
+        # Rounded up, the first one is empty on neither side: a rank without pairs computes attention of its token.
         divided = size - rest - np.arange(num_padding + 1) * -rest // num_padding
         offsets[len(lengths) : len(lengths) + num_padding + 1] = divided
         sides.append(offsets)
