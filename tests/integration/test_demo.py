@@ -76,8 +76,10 @@ def test_the_demo_learns_its_grammar(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "demo" / "export" / "model.ts").exists()
     pairs = list(aligned_pairs(seed=2, count=500))
     model = load_model(resolve_checkpoint(tmp_path / "runs" / "demo"))
-    sources, targets = (encode_sources(model.tokenizer, lines, None)[0] for lines in list(zip(*pairs, strict=True))[:2])
-    assert alignment_error(pairs, align_words(model.network, model.tokenizer, sources, targets)) < 0.1
+    source_lines, target_lines, *_ = zip(*pairs, strict=True)
+    sources, targets = (encode_sources(model.tokenizer, lines, None)[0] for lines in (source_lines, target_lines))
+    alignments = align_words(model.network, model.tokenizer, sources, targets, (source_lines, target_lines))
+    assert alignment_error(pairs, alignments) < 0.1
     again = demo(tmp_path)
     assert again.returncode == 0
     assert "finished at step" in again.stderr  # nothing is trained twice
