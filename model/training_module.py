@@ -186,7 +186,9 @@ class TranslationModule(LightningModule):
         """
         with _weights_cast_once(self.device.type):
             losses = self.losses(batch, factor)
-        self.manual_backward(losses.smoothed)
+        # Products of plain attention are in float32; autocast would round those of the backward pass to 16 bits.
+        with torch.autocast(self.device.type, enabled=False):
+            self.manual_backward(losses.smoothed)
         return torch.stack([losses.smoothed.detach() / factor, losses.negative_log_likelihood, losses.num_correct])
 
     def warm_up(self, rank_batch: RankBatch) -> None:

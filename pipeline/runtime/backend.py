@@ -181,7 +181,7 @@ def flash_takes(options: dict[str, Any], network: NetworkSettings) -> bool:
     return (
         str(options["precision"]).startswith(("bf16", "16"))
         and takes_heads
-        and torch.cuda.get_device_capability() >= (8, 0)
+        and torch.cuda.get_device_capability(_own_device(options)) >= (8, 0)
     )
 
 

@@ -156,7 +156,7 @@ def _longest_sentences(data: TranslationDataModule, shape: RowShape, divisor: in
     """Return a micro-batch of a part of the largest size, of the longest sentences.
 
     For a kernel of attention, a micro-batch takes the same memory whatever its sentences are. Plain attention takes
-    most for the longest ones.
+    most for the longest ones, as many as the longer row holds, and on the other side as long as its row allows.
     """
     length = data.longest
     smallest = length + MIN_PADDING_TOKENS
@@ -164,9 +164,12 @@ def _longest_sentences(data: TranslationDataModule, shape: RowShape, divisor: in
         max(smallest, tokens // divisor) for tokens in (shape.source_tokens, shape.target_tokens)
     )
     shape = shape._replace(source_tokens=source_tokens, target_tokens=target_tokens, constant=True)
-    count = min((min(source_tokens, target_tokens) - MIN_PADDING_TOKENS) // length, shape.max_sentences)
-    sentence: Any = SimpleNamespace(
-        lengths=np.full(count, length - 1), offsets=np.zeros(count), tokens=np.full(length, data.special.eos)
-    )
-    corpus = ParallelCorpus(sentence, sentence, identity="", longest=length - 1)
+    rows = [tokens - MIN_PADDING_TOKENS for tokens in (source_tokens, target_tokens)]
+    count = min(max(rows) // length, min(rows), shape.max_sentences)
+    ids = np.full(length, data.special.eos)
+    sides: list[Any] = [
+        SimpleNamespace(lengths=np.full(count, min(length, row // count) - 1), offsets=np.zeros(count), tokens=ids)
+        for row in rows
+    ]
+    corpus = ParallelCorpus(sides[0], sides[1], identity="", longest=length - 1)
     return collate(corpus, [np.arange(count)], data.special, shape, num_target_tokens=count * length)

@@ -204,7 +204,7 @@ def check_tensors(recipe: "Recipe", path: Path, contents: dict[str, Any], vocabu
     """Raise InputError if weights or states of the optimizer are missing in a checkpoint to resume from, or do not fit.
 
     Args:
-        recipe: the recipe, with the run's network.
+        recipe: the recipe; its network gets the settings that the run's has brought along.
         path: the checkpoint.
         contents: what `read_to_resume` returned of it.
         vocabulary_size: number of pieces.
@@ -216,7 +216,8 @@ def check_tensors(recipe: "Recipe", path: Path, contents: dict[str, Any], vocabu
     weights, averaged = network_weights(contents), recipe.training.ema_decay is not None
     try:
         with NoInitialValues(weights):
-            network = Transformer(vocabulary_size, recipe.network)
+            own = recipe.inherit_network(contents["translation"]["network"]).network
+            network = Transformer(vocabulary_size, own)
         optimizer = build_optimizer(network.parameters(), recipe.training)
         settings = [_numbers(group) for group in optimizer.param_groups]
         optimizer.load_state_dict(contents["optimizer_states"][0])

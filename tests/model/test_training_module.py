@@ -440,12 +440,15 @@ def test_a_step_casts_each_weight_once_and_reads_nothing_on_the_host(monkeypatch
     """The second step's gradients are those of its weights, not of the casts of the first step."""
     share, num_micro_batches = packed([[(5, 6), (4, 3)] * 4] * 3, num_target_tokens=300), 3
     take_step, training_step = model.training_module.take_step, TranslationModule.training_step
+    rounded: list[bool] = []
+    """Whether autocast would round products of each backward pass."""
 
     def gradients_of_two_steps(casts: int) -> list[Tensor]:
         """Return each step's gradients, and check how often each weight is cast."""
         module = make_module(scale_loss=True)
         linears = [part for part in module.network.modules() if isinstance(part, nn.Linear)]
         gradients: list[Tensor] = []
+        linears[0].weight.register_hook(lambda _: rounded.append(torch.is_autocast_enabled("cpu")))
 
         def noted(*arguments: Any) -> None:
             gradients.append(torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]))
@@ -469,6 +472,7 @@ def test_a_step_casts_each_weight_once_and_reads_nothing_on_the_host(monkeypatch
     assert (found[1] - found[0]).norm() > 0.1 * found[0].norm()
     monkeypatch.setattr("model.training_module._weights_cast_once", lambda _: nullcontext())
     torch.testing.assert_close(found, gradients_of_two_steps(casts=num_micro_batches), rtol=1e-5, atol=1e-5)
+    assert rounded == [False] * 4 * num_micro_batches
 
 
 def test_validation_casts_weights_once_a_batch() -> None:
