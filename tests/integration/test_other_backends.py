@@ -40,7 +40,7 @@ def test_a_rank_with_another_backend_is_named_and_trains_the_same(recipe_file: P
     assert lines == {
         "nothing": [],
         "other_backend": [
-            f"another backend than rank 0's on rank 1 on {node_name()}: attention flash, not C++; loss PyTorch, not"
+            f"another backend than rank 0's on rank 1 on {node_name()}: attention flash, not plain; loss PyTorch, not"
             " C++ (no compiler); results agree up to rounding, and all ranks wait for the slowest one"
         ],
     }

@@ -128,7 +128,7 @@ def test_ranks_and_a_resumed_run_have_the_same_scores(recipe: Path, tmp_path: Pa
         lines = [translations[str(pair)] for pair in pairs], [[references[pair] for pair in pairs]]
         return sacrebleu.corpus_bleu(*lines).score
 
-    assert 1 < bleu(all_pairs) < 100
+    assert 0.1 < bleu(all_pairs) < 100
     assert abs(bleu(first["pairs"]) - bleu(all_pairs)) > 0.1
     assert len(alone["by_source"]) == 8  # loss, BLEU, chrF and exact match of two languages
     for result in (alone, first, second):
