@@ -5,12 +5,14 @@ import gzip
 import locale
 import logging
 import os
+import stat
 import sys
 import tempfile
 import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import UnsupportedOperation
 from typing import TextIO
 
 from data_module.errors import IN_CLONE, InputError, printable
@@ -124,12 +126,30 @@ def user_message(error: Exception) -> str | None:
     return None
 
 
+def _has_no_room(descriptor: int) -> bool:
+    """Return whether a stream cannot be written, though its buffer is empty: Python drops what it could not flush.
+
+    Raises OSError if it cannot be written.
+    """
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fstatvfs(descriptor).f_bavail == 0
+    if stat.S_ISCHR(mode) and not os.isatty(descriptor):
+        os.write(descriptor, b"\n")
+    return False
+
+
 def _full_stream() -> str:
     """Return the standard stream that cannot be written, or else the folder where libraries write without our doing."""
-    for name in ("output", "error"):
+    for name, stream in (("output", sys.stdout), ("error", sys.stderr)):
         try:
-            {"output": sys.stdout, "error": sys.stderr}[name].flush()
+            stream.flush()
+            is_full = _has_no_room(stream.fileno())
+        except UnsupportedOperation:  # no file, as in a notebook
+            is_full = False
         except OSError:
+            is_full = True
+        if is_full:
             return f"standard {name}"
     return f"a temporary file, in {tempfile.gettempdir()} or a cache of compiled code"
 

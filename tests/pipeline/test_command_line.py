@@ -104,6 +104,9 @@ def test_a_full_standard_stream_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
             stream.write("text")
             patch.setattr(sys, name, stream)
             assert user_message(full) == f"{said}: {way_out}"
-            with suppress(OSError):  # What is left in its buffer cannot be written.
+            with suppress(OSError):  # Python drops what it could not write.
+                stream.flush()
+            assert user_message(full) == f"{said}: {way_out}"
+            with suppress(OSError):
                 stream.close()
     assert str(user_message(full)).startswith("a temporary file, in ")
