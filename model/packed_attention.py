@@ -206,13 +206,9 @@ def attend_in_groups(
     padded, dtype = segments.padded, inputs[0].dtype
     assert padded is not None
     compute_dtype = _compute_dtype(inputs[0].device, dtype)
-    sides = (
-        (padded.queries, [group.num_queries for group in padded.groups]),
-        (
-            padded.keys,
-            [group.num_keys for group in padded.groups],
-        ),
-    )
+    num_queries = [group.num_queries for group in padded.groups]
+    num_keys = [group.num_keys for group in padded.groups]
+    sides = (padded.queries, num_queries), (padded.keys, num_keys)
     counts = [group.num_sentences for group in padded.groups]
     cells = []
     for x, (side, lengths) in zip(inputs, sides, strict=False):

@@ -198,7 +198,7 @@ class Baseline:
         self._num_steps += 1
         for group in self.optimizer.param_groups:
             group["lr"] = self._schedule(self._num_steps)
-        # Around the whole step, as in `fit`: weights are cast once and not in every micro-batch.
+        # Around the whole step, as in an uncompiled `fit`: weights are cast once and not in every micro-batch.
         with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
             for batch in step.micro_batches:
                 logits = self.network(batch.source, batch.target_input, batch.source_mask)

@@ -77,7 +77,12 @@ def greedy(trained_run: Path) -> list[str]:
 def test_files_of_a_bundle(bundle: Path, tiny_corpus: Path) -> None:
     names = ["README.md", "card.json", "cpp", "ctranslate2", "ctranslate2-int8", "huggingface", "model.pt2", "model.ts"]
     names += ["onnx"]
-    assert sorted(path.name for path in bundle.iterdir()) == [*names, "parity.json", "tokenizer.model", "tokenizer.seen"]
+    assert sorted(path.name for path in bundle.iterdir()) == [
+        *names,
+        "parity.json",
+        "tokenizer.model",
+        "tokenizer.seen",
+    ]
     assert sorted(path.name for path in (bundle / "cpp").iterdir()) == ["search.cpp", "weights.bin"]
     card = json.loads((bundle / "card.json").read_text())
     assert card["data_licences"] == ["CC0 (made up)"]
