@@ -9,7 +9,6 @@ from data_module.errors import InputError
 KINDS = {
     "train": "training steps, also against other programs",
     "learn": "what a recipe learns by minute and by update, also beside another program",
-    "roofline": "training on 1 to 512 GPUs, computed from data sheets",
     "data": "preparing a corpus, planning its epochs, loading its batches",
     "decode": "translating a text, also with CTranslate2",
 }
@@ -28,17 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(kind_parser)
-    # A kind of earlier versions. With a recipe, whatever follows is parsed, so that `run` can refuse the kind.
-    kinds.add_parser("scaling").set_defaults(config=[])
+    # With a recipe, whatever follows is parsed, so that `run` can refuse the kind.
+    kinds.add_parser("roofline", add_help=False).set_defaults(config=[])
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the chosen kind of benchmark and print its figures."""
-    if arguments.kind == "scaling":
-        raise InputError(
-            "there is no 'benchmark scaling': 'benchmark roofline' predicts the steps and measures nothing; see its "
-            "--help"
-        )
+    if arguments.kind == "roofline":
+        raise InputError("'benchmark roofline' has gone; docs/roofline.md in a clone of the project has its figures")
     figures = importlib.import_module(f"pipeline.benchmark.{arguments.kind}").run(arguments)
     # Five significant digits are more than the clock's precision.
     print(json.dumps(json.loads(json.dumps(figures), parse_float=lambda number: float(f"{float(number):.5g}"))))

@@ -19,7 +19,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.config.recipe_files import description, first_sentence
 from pipeline.config.settings import TRAINER_KEYS
 from tests.conftest import ROOT
-from tests.docs import recipe_schema, roofline
+from tests.docs import recipe_schema
 from tests.docs.recipe_schema import meanings
 from tests.test_structure import LAYERS
 
@@ -154,8 +154,6 @@ PARTS = {
     "configs": configs,
     "layers": layers,
     "tree": tree,
-    "roofline_assumptions": roofline.assumptions,
-    "roofline_predictions": roofline.predictions,
 }
 
 
