@@ -48,18 +48,11 @@ COMMANDS = {
     "score": Command("source text and translations -> log-probabilities", "pipeline.commands.score"),
     "evaluate": Command("source and reference text -> BLEU and chrF with signatures", "pipeline.commands.evaluate"),
     "export": Command("checkpoint -> bundle that runs without this program", "pipeline.commands.export"),
-    "benchmark": Command("speed, memory and learning, beside other programs", "pipeline.commands.benchmark"),
+    "benchmark": Command("speed and memory of training and of translating", "pipeline.commands.benchmark"),
     "recipe": Command("list the recipes that come with the program, copy one, print paths", "pipeline.commands.recipe"),
     "demo": Command("prepare to export on a generated corpus, in minutes", "pipeline.commands.demo"),
     "doctor": Command("check the machine, the job and a recipe before running", "pipeline.commands.doctor"),
 }
-GONE_OPTIONS = {
-    "translate --input": "is now called --source",
-    "benchmark --checkpoint": "has gone; give the checkpoint right after `decode`",
-    "benchmark --bundle": "has gone; time `translate` with the bundle's folder",
-    "benchmark --minutes": "has gone; give --steps",
-}
-"""What serves instead of an option of an earlier version, by command and option."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -109,9 +102,6 @@ def parse(command: str, words: list[str]) -> tuple[Any, argparse.Namespace]:
     )
     module.add_arguments(parser)
     known, unknown = parser.parse_known_args(words)
-    option = unknown[0].partition("=")[0] if unknown else ""
-    if instead := GONE_OPTIONS.get(f"{command} {option}"):
-        raise InputError(f"{option}: {instead}; see {parser.prog} --help")
     if unknown and not hasattr(known, "config"):
         raise InputError(f"argument '{unknown[0]}' is unknown; see {parser.prog} --help")
     known.overrides = unknown

@@ -1,41 +1,35 @@
-"""Measure the speed and memory of training on the recipe's own batches, also against other programs.
+"""Measure the speed and memory of training on the recipe's own batches; `pipeline.commands.benchmark` has the figures.
 
-One device trains the recipe as `fit` does, without checkpoints and validation. Each baseline takes as many steps in the
-same process, in turns with ours, a few steps at a time, so that a machine whose speed drifts slows all alike. Its
-batches have pairs of similar length and as many tokens, padding included. A ratio is the median over these rounds of
-our target tokens a second divided by the baseline's, both without padding. Figures:
-
-  target_tokens_per_second  without padding, median of the rounds after the warm-up
-  step_seconds              median, waiting for data included
-  peak_memory_bytes         maximum size of the network's tensors: weights, moments, gradients, activations
-  mfu                       model FLOPs utilization: flops_per_target_token x target_tokens_per_second /
-                            ceiling_flops_per_second. The peak is measured on this machine, not taken from a data
-                            sheet.
-  padding_share             share of padding in our rows
-  flops_per_target_token    of the matrix products for tokens that are not padding, forward and backward, on average
-                            over the corpus
-  ceiling_flops_per_second  rate of large matrix products on this machine at the same precision, measured after each
-                            round
+Others that train (`Other`) may take as many steps in the same process, in turns with ours, a few steps at a time, so
+that a machine whose speed drifts slows all alike. A ratio is the median over these rounds of our target tokens a second
+divided by the other's, both without padding.
 """
 
-import argparse
-import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, Protocol
 
+import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from torch import nn
+from tqdm import tqdm
+
+from data_module.batching.batch import RankBatch
 from data_module.errors import InputError
-from pipeline.config.recipe import add_recipe_arguments, load_recipe
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from data_module.batching.batch import RankBatch
-    from pipeline.benchmark.baselines import Baseline, PaddedStep, Precision
+from data_module.tokenization.tokenizer import Tokenizer
+from data_module.translation_data_module import TranslationDataModule
+from model.training_module import TranslationModule
+from pipeline.config.recipe import Recipe
+from pipeline.monitoring.performance import MatrixProduct, flops_per_target_token
+from pipeline.runtime.backend import choose_backend
+from pipeline.runtime.console import quiet_lightning, say
+from pipeline.runtime.devices import allow_tf32
+from pipeline.training.build import build_data, build_module, refuse_optimizer
+from pipeline.training.fit import ensure_corpus
+from pipeline.training.trainer import make_trainer, trainer_options
 
 WARM_UP_STEPS = 5
 """Steps before the measurement. What is compiled is compiled in the first one."""
@@ -44,48 +38,52 @@ MEMORY_STEPS = 2
 MEMORY_ROUND = 1
 OURS = "ours"
 """Name of the recipe's own network."""
+ENDLESS = 1 << 40
+"""`max_steps` of training that the measurement ends."""
+Precision = tuple[torch.device, torch.dtype]
+"""Device to train on, and type of matrix products; with float32 there is no autocast."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's arguments."""
-    add_recipe_arguments(parser)
-    parser.add_argument("--steps", type=int, default=30, help="optimizer steps to measure (default: %(default)s)")
-    parser.add_argument(
-        "--baseline",
-        action="append",
-        default=[],
-        choices=("torch", "marian"),
-        help="compare with torch.nn.Transformer's layers or Hugging Face's MarianMTModel; may be repeated",
-    )
+class Step(Protocol):
+    """The data of an optimizer step."""
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Without padding."""
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train the recipe's network and, in turns with it, the baselines; print a table and return the figures."""
-    recipe = load_recipe(arguments.config, arguments.overrides)
-    if arguments.steps < 1:
-        raise InputError(f"--steps {arguments.steps}: must be 1 or more")
-    if recipe.training.r_drop_alpha:
-        raise InputError(
-            f"training.r_drop_alpha {recipe.training.r_drop_alpha}: the benchmark has steps of one pass; give "
-            "--training.r_drop_alpha 0; with R-Drop a step takes about twice as long"
-        )
-    # PyTorch's profiler, which measures memory, writes to standard error.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    import torch
-    from lightning.pytorch.callbacks import LambdaCallback
+class Other(Protocol):
+    """What trains in turns with the recipe's network."""
 
-    from data_module.tokenization.tokenizer import Tokenizer
-    from pipeline.benchmark.baselines import ENDLESS, Baseline
-    from pipeline.monitoring.performance import flops_per_target_token
-    from pipeline.runtime.backend import choose_backend
-    from pipeline.runtime.console import quiet_lightning, say
-    from pipeline.training.build import build_data, build_module, refuse_optimizer
-    from pipeline.training.fit import ensure_corpus
-    from pipeline.training.trainer import make_trainer
+    network: nn.Module
+    optimizer: Any
 
+    def next_step(self) -> Any:
+        """Return the data of the next step, a `Step`, on the device."""
+
+    def train(self, step: Any) -> None:
+        """Take one optimizer step."""
+
+
+class Training(NamedTuple):
+    """A recipe's training on one device."""
+
+    recipe: Recipe
+    options: dict[str, Any]
+    """The Trainer's."""
+    precision: Precision
+    module: TranslationModule
+    data: TranslationDataModule
+
+
+def prepare(recipe: Recipe) -> Training:
+    """Build what the recipe trains with, on one device, after preparing a corpus that is missing.
+
+    Raises:
+        InputError: a setting does not fit this machine or the corpus.
+    """
     quiet_lightning()
-    options, precision = benchmark_device(recipe.trainer)
+    options, precision = one_device(recipe.trainer)
     ensure_corpus(recipe.corpus)
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
     backend = choose_backend(recipe.run.kernels, recipe.run.compile, options, recipe.network)
@@ -93,18 +91,22 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         say(line)
     refuse_optimizer(recipe)
     module, data = build_module(recipe, tokenizer, backend), build_data(recipe, tokenizer, backend)
-    size = tokenizer.vocabulary_size
-    comparison = SideBySide(
-        {name: Baseline(name, recipe, size, data, precision) for name in arguments.baseline}, arguments.steps, precision
-    )
+    return Training(recipe, options, precision, module, data)
+
+
+def measure(training: Training, steps: int, others: Mapping[str, Other] | None = None) -> dict[str, Any]:
+    """Train the recipe's network and, in turns with it, the others; print a table and return the figures."""
+    module, data = training.module, training.data
+    comparison = SideBySide(others or {}, steps, training.precision)
     callback = LambdaCallback(on_train_start=comparison.start, on_train_batch_end=comparison.after_step)
-    trainer = make_trainer(options, None, logger=False, callbacks=[callback], max_steps=ENDLESS, limit_val_batches=0)
-    trainer.fit(module, datamodule=data)
+    own: dict[str, Any] = {"callbacks": [callback], "max_steps": ENDLESS, "limit_val_batches": 0}
+    make_trainer(training.options, None, logger=False, **own).fit(module, datamodule=data)
+    flops = flops_per_target_token(training.recipe.network, module.network.vocabulary_size, data.train_corpus)
     figures = {
-        "recipe": recipe.name,
-        **figures_of(comparison, flops_per_target_token(recipe.network, size, data.train_corpus)),
-        "precision": str(options["precision"]),
-        "device": torch.cuda.get_device_name() if precision[0].type == "cuda" else "cpu",
+        "recipe": training.recipe.name,
+        **figures_of(comparison, flops),
+        "precision": str(training.options["precision"]),
+        "device": torch.cuda.get_device_name() if training.precision[0].type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
         "torch_version": torch.__version__,
     }
@@ -112,7 +114,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
-def benchmark_device(trainer: dict[str, Any]) -> "tuple[dict[str, Any], Precision]":
+def one_device(trainer: dict[str, Any]) -> tuple[dict[str, Any], Precision]:
     """Return the Trainer's options for one device, and the device and precision that all networks train with.
 
     Of the recipe's `trainer:`, only options that affect speed are kept.
@@ -120,11 +122,6 @@ def benchmark_device(trainer: dict[str, Any]) -> "tuple[dict[str, Any], Precisio
     Raises:
         InputError: the device or the precision is not available here.
     """
-    import torch
-
-    from pipeline.runtime.devices import allow_tf32
-    from pipeline.training.trainer import trainer_options
-
     names = ("accelerator", "precision", "deterministic")
     kept: dict[str, Any] = {key: trainer[key] for key in names if key in trainer}
     options = trainer_options({**kept, "devices": 1})
@@ -140,26 +137,22 @@ def benchmark_device(trainer: dict[str, Any]) -> "tuple[dict[str, Any], Precisio
 
 
 class SideBySide:
-    """Measures `fit`'s training steps, lets the baselines take as many after each round, and ends training.
+    """Measures `fit`'s training steps, lets the others take as many after each round, and ends training.
 
     The first round is the warm-up, the second one measures memory, all others measure time.
     """
 
-    def __init__(self, baselines: "dict[str, Baseline]", steps: int, precision: "Precision") -> None:
+    def __init__(self, others: Mapping[str, Other], steps: int, precision: Precision) -> None:
         """Measure at least `steps` steps of each network.
 
         Args:
-            baselines: networks to compare with, by name.
+            others: what trains in turns with ours, by name.
             steps: number of timed steps, rounded up to whole rounds.
             precision: what the networks train on.
         """
-        from tqdm import tqdm
-
-        from pipeline.monitoring.performance import MatrixProduct
-
-        self.step_seconds: dict[str, list[float]] = {name: [] for name in (OURS, *baselines)}
+        self.step_seconds: dict[str, list[float]] = {name: [] for name in (OURS, *others)}
         """Seconds of a step in each timed round, by network."""
-        self.token_rates: dict[str, list[float]] = {name: [] for name in (OURS, *baselines)}
+        self.token_rates: dict[str, list[float]] = {name: [] for name in (OURS, *others)}
         """Target tokens a second, without padding, in each timed round, by network."""
         self.product_rates: list[float] = []
         """FLOP/s of a large matrix product, measured right after each timed round."""
@@ -167,7 +160,7 @@ class SideBySide:
         """Bytes, by network."""
         self.num_tokens = self.num_row_tokens = 0
         """Our tokens of both sides in timed rounds: without padding, and with it."""
-        self._baselines, self._device, self._product = baselines, precision[0], MatrixProduct(*precision)
+        self._others, self._device, self._product = others, precision[0], MatrixProduct(*precision)
         # On a GPU, a round ends by waiting for the device; longer rounds make that negligible.
         round_steps = 1 if self._device.type == "cpu" else 10
         sizes = [WARM_UP_STEPS, MEMORY_STEPS, *[round_steps] * -(-steps // round_steps)]
@@ -181,18 +174,18 @@ class SideBySide:
             self._memory = PeakMemory(self._device)
         self._started = self._now()
 
-    def after_step(self, trainer: Any, module: Any, _outputs: Any, batch: "RankBatch", _index: int) -> None:
-        """Count our step; at the end of a round, let the baselines take theirs."""
+    def after_step(self, trainer: Any, module: Any, _outputs: Any, batch: RankBatch, _index: int) -> None:
+        """Count our step; at the end of a round, let the others take theirs."""
         self._batches.append(batch)
         if len(self._batches) < self._round_steps:
             return
         self._finish(OURS, self._batches, module.network, trainer.optimizers[0])
-        for name, baseline in self._baselines.items():
-            steps = [baseline.next_step() for _ in self._batches]
+        for name, other in self._others.items():
+            steps = [other.next_step() for _ in self._batches]
             self.start()
             for step in steps:
-                baseline.train(step)
-            self._finish(name, steps, baseline.network, baseline.optimizer)
+                other.train(step)
+            self._finish(name, steps, other.network, other.optimizer)
         if self._round > MEMORY_ROUND:
             self.product_rates.append(self._product.rate())
             self.num_tokens += sum(batch.num_tokens for batch in self._batches)
@@ -202,9 +195,7 @@ class SideBySide:
         trainer.should_stop = self._round_steps == 0
         self.start()
 
-    def _finish(
-        self, name: str, steps: "Sequence[RankBatch | PaddedStep]", network: "nn.Module", optimizer: Any
-    ) -> None:
+    def _finish(self, name: str, steps: Sequence[Step], network: nn.Module, optimizer: Any) -> None:
         """Record the part of the round that a network has ended."""
         seconds = self._now() - self._started
         if self._round == MEMORY_ROUND:
@@ -215,8 +206,6 @@ class SideBySide:
 
     def _now(self) -> float:
         """Return the time in seconds after waiting for the device."""
-        import torch
-
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
@@ -228,9 +217,7 @@ class PeakMemory:
     The size of the process is no measure: several networks share it, and its allocator keeps freed memory.
     """
 
-    def __init__(self, device: "torch.device") -> None:
-        import torch
-
+    def __init__(self, device: torch.device) -> None:
         self._profile = None if device.type == "cuda" else torch.autograd.profiler.profile(profile_memory=True)
         if self._profile is None:
             torch.cuda.synchronize()
@@ -241,8 +228,6 @@ class PeakMemory:
 
     def read(self) -> int:
         """Stop measuring and return the peak in bytes."""
-        import torch
-
         if self._profile is None:
             torch.cuda.synchronize()
             return torch.cuda.max_memory_allocated() - self._before
@@ -262,14 +247,14 @@ class PeakMemory:
         return peak
 
 
-def kept_bytes(network: "nn.Module", optimizer: Any) -> int:
+def kept_bytes(network: nn.Module, optimizer: Any) -> int:
     """Return the bytes that are kept between steps: weights, buffers and the optimizer's moments."""
     moments = [value for state in optimizer.state.values() for value in state.values() if hasattr(value, "nbytes")]
     return sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers(), *moments))
 
 
 def figures_of(comparison: SideBySide, flops: float) -> dict[str, Any]:
-    """Return our figures, the ratios and, under `baselines`, each baseline's figures, in seconds, bytes and FLOP/s.
+    """Return our figures, the ratios and, under `baselines`, each other's figures, in seconds, bytes and FLOP/s.
 
     Args:
         comparison: the measurements.

@@ -1,41 +1,145 @@
-"""Measure speed, memory and learning. The last output line is one JSON object."""
+"""Measure the speed and memory of training and of translating on this machine. The last output line is one JSON object.
+
+In a clone of the project, `python -m tests.benchmark` compares with other programs, and measures learning and the data
+path too.
+"""
 
 import argparse
-import importlib
 import json
+import os
+from typing import Any
 
 from data_module.errors import InputError
+from data_module.files import user_path
+from pipeline.config.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.inference.options import SearchOptions, add_search_arguments
+from pipeline.inference.text_io import read_sentences
 
-KINDS = {
-    "train": "training steps, also against other programs",
-    "learn": "what a recipe learns by minute and by update, also beside another program",
-    "data": "preparing a corpus, planning its epochs, loading its batches",
-    "decode": "translating a text, also with CTranslate2",
+TRAIN = """Measure the speed and memory of training on the recipe's own batches.
+
+One device trains the recipe as `fit` does, without checkpoints and validation. Figures:
+
+  target_tokens_per_second  without padding, median of the rounds after the warm-up
+  step_seconds              median, waiting for data included
+  peak_memory_bytes         maximum size of the network's tensors: weights, moments, gradients, activations
+  mfu                       model FLOPs utilization: flops_per_target_token x target_tokens_per_second /
+                            ceiling_flops_per_second. The peak is measured on this machine, not taken from a data
+                            sheet.
+  padding_share             share of padding in the rows
+  flops_per_target_token    of the matrix products for tokens that are not padding, forward and backward, on average
+                            over the corpus
+  ceiling_flops_per_second  rate of large matrix products on this machine at the same precision, measured after each
+                            round
+"""
+DECODE = """Measure how fast a checkpoint translates a text, the latency of single sentences, and memory.
+
+Times include encoding and decoding of text, and are of the median of three rounds. OMP_NUM_THREADS sets the number of
+threads.
+"""
+GONE = {
+    "learn": "has left the program; in a clone of the project, give python -m tests.benchmark learn",
+    "data": "has left the program; in a clone of the project, give python -m tests.benchmark data",
+    "roofline": "has gone; docs/roofline.md in a clone of the project has its figures",
 }
+"""What is said of kinds of benchmark that version 1.0.0 had."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a subcommand for each kind of benchmark, a module of `pipeline.benchmark`."""
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="|".join(KINDS))
-    for kind, purpose in KINDS.items():
-        module = importlib.import_module(f"pipeline.benchmark.{kind}")
-        kind_parser = kinds.add_parser(
-            kind,
-            help=purpose,
-            description=module.__doc__,
-            allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.add_arguments(kind_parser)
-    # With a recipe, whatever follows is parsed, so that `run` can refuse the kind.
-    kinds.add_parser("roofline", add_help=False).set_defaults(config=[])
+    """Add a subcommand for each kind of benchmark."""
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="train|decode")
+    train = _add_kind(kinds, "train", "training steps", TRAIN)
+    add_train_arguments(train)
+    decode = _add_kind(kinds, "decode", "translating a text", DECODE)
+    add_decode_arguments(decode)
+    for one in (train, decode):
+        one.add_argument("--baseline", help=argparse.SUPPRESS)
+    for kind in GONE:
+        # With a recipe, whatever follows is parsed, so that `run` can refuse the kind.
+        kinds.add_parser(kind, add_help=False).set_defaults(config=[])
+
+
+def _add_kind(kinds: Any, name: str, purpose: str, description: str) -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    return kinds.add_parser(name, help=purpose, description=description, allow_abbrev=False, formatter_class=raw)
+
+
+def add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `train`."""
+    add_recipe_arguments(parser)
+    parser.add_argument("--steps", type=int, default=30, help="optimizer steps to measure (default: %(default)s)")
+
+
+def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `decode`."""
+    parser.add_argument("checkpoint", type=user_path, help="a .ckpt file or a run folder")
+    parser.add_argument("--source", type=user_path, required=True, help="sentences to translate (plain or .gz)")
+    add_search_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the chosen kind of benchmark and print its figures."""
-    if arguments.kind == "roofline":
-        raise InputError("'benchmark roofline' has gone; docs/roofline.md in a clone of the project has its figures")
-    figures = importlib.import_module(f"pipeline.benchmark.{arguments.kind}").run(arguments)
-    # Five significant digits are more than the clock's precision.
-    print(json.dumps(json.loads(json.dumps(figures), parse_float=lambda number: float(f"{float(number):.5g}"))))
+    kind = arguments.kind
+    if kind in GONE:
+        raise InputError(f"'benchmark {kind}' {GONE[kind]}")
+    if arguments.baseline is not None:
+        raise InputError(
+            f"--baseline {arguments.baseline}: baselines have left the program; in a clone of the project, give "
+            f"python -m tests.benchmark {kind} --baseline {arguments.baseline}"
+        )
+    print_figures(_train(arguments) if kind == "train" else _decode(arguments))
     return 0
+
+
+def _train(arguments: argparse.Namespace) -> dict[str, Any]:
+    recipe = checked_recipe(arguments)
+    quiet_profiler()
+    from pipeline.benchmark import train  # imports PyTorch
+
+    return train.measure(train.prepare(recipe), arguments.steps)
+
+
+def _decode(arguments: argparse.Namespace) -> dict[str, Any]:
+    sentences = checked_sentences(arguments)
+    from pipeline.benchmark import decode  # imports PyTorch
+
+    return decode.run(arguments.checkpoint, SearchOptions.given(arguments), sentences)
+
+
+def checked_recipe(arguments: argparse.Namespace) -> Recipe:
+    """Return the recipe whose training is to be measured.
+
+    Raises:
+        InputError: a mistake in the recipe, the overrides or the number of steps.
+    """
+    recipe = load_recipe(arguments.config, arguments.overrides)
+    if arguments.steps < 1:
+        raise InputError(f"--steps {arguments.steps}: must be 1 or more")
+    if recipe.training.r_drop_alpha:
+        raise InputError(
+            f"training.r_drop_alpha {recipe.training.r_drop_alpha}: the benchmark has steps of one pass; give "
+            "--training.r_drop_alpha 0; with R-Drop a step takes about twice as long"
+        )
+    return recipe
+
+
+def quiet_profiler() -> None:
+    """Keep PyTorch's profiler, which measures memory, from writing to standard error; before PyTorch is imported."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def checked_sentences(arguments: argparse.Namespace) -> list[str]:
+    """Return the sentences to translate, without empty lines.
+
+    Raises:
+        InputError: there is none, or the file cannot be read.
+    """
+    sentences = [sentence for sentence in read_sentences(arguments.source) if sentence]
+    if not sentences:
+        raise InputError(f"{arguments.source}: has no sentences; give a text to translate")
+    return sentences
+
+
+def print_figures(figures: dict[str, Any]) -> None:
+    """Print figures as one line of JSON. Five significant digits are more than the clock's precision."""
+    print(json.dumps(json.loads(json.dumps(figures), parse_float=lambda number: float(f"{float(number):.5g}"))))

@@ -15,6 +15,7 @@ from data_module.errors import InputError
 from pipeline.__main__ import parse
 from pipeline.config.recipe import load_recipe
 from pipeline.config.settings import validate_trainer_keys
+from tests.benchmark import __main__ as benchmark
 from tests.conftest import ROOT
 
 STANDS_FOR = {f"configs/{name}.yaml": "configs/your_text.yaml" for name in ("mine", "a", "b", "c")}
@@ -74,6 +75,8 @@ def _python(words: list[str]) -> str | None:
             return mistake([module, *words]) if module != "venv" else None
         if module == "pipeline":
             return _verb(words)
+        if module == "tests.benchmark":
+            return _recipe(benchmark.parse(words), training=False)
         return _module(module, words)
     return None if (ROOT / words[0]).is_file() else f"there is no {words[0]}"
 
@@ -93,8 +96,6 @@ def _module(name: str, words: list[str]) -> str | None:
 
 def _verb(words: list[str]) -> str | None:
     if not words or words[0].startswith("<"):
-        return None
-    if words[0] == "benchmark" and words[1:2] == ["--help"]:
         return None
     _, arguments = parse(words[0], words[1:])
     return _recipe(arguments, training=words[0] in ("fit", "doctor"))

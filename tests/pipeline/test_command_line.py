@@ -55,7 +55,6 @@ def test_every_command_that_takes_a_recipe() -> None:
         "prepare one.yaml",
         "doctor one.yaml",
         "benchmark train one.yaml --steps 3",
-        "benchmark data one.yaml",
     ):
         command, *rest = words.split()
         assert parse(command, rest)[1].config == [ONE]
@@ -63,22 +62,6 @@ def test_every_command_that_takes_a_recipe() -> None:
 
 def test_a_command_without_recipes_takes_yaml_files_as_they_are() -> None:
     assert parse("translate", ["run", "--source", "one.yaml"])[1].source == ONE
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("translate run --input text", "--input: is now called --source"),
-        ("translate --input=text run", "--input: is now called --source"),
-        ("benchmark decode --checkpoint run --source text", "--checkpoint: has gone; give the checkpoint right after"),
-        ("benchmark decode run --source text --bundle export", "--bundle: has gone; time `translate` with"),
-        ("benchmark train recipe.yaml --minutes 3", "--minutes: has gone; give --steps"),
-    ],
-)
-def test_gone_options_say_what_serves_instead(words: str, message: str) -> None:
-    command, *rest = words.split()
-    with pytest.raises(InputError, match=f"^{message}"):
-        parse(command, rest)
 
 
 def test_control_characters_are_printed_escaped(capsys: pytest.CaptureFixture[str]) -> None:

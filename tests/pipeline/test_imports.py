@@ -91,7 +91,7 @@ def test_evaluate_needs_no_lightning(trained_run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["prepare", "fit", "average", "translate", "evaluate", "export", "doctor", "demo", "recipe"]
+    "command", ["prepare", "fit", "average", "translate", "evaluate", "export", "benchmark", "doctor", "demo", "recipe"]
 )
 def test_help_imports_nothing_slow(command: str) -> None:
     assert imported(command, "--help") == (0, set())

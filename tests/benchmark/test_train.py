@@ -1,4 +1,4 @@
-"""`benchmark train`: its figures, its baselines, and the FLOPs that it counts."""
+"""`train`: its figures, its baselines, and the FLOPs that it counts."""
 
 import json
 import sys
@@ -19,11 +19,10 @@ from data_module.errors import InputError
 from model.loss import label_smoothed_loss
 from model.settings import NetworkSettings
 from model.transformer import PaddedTransformer, Transformer
-from pipeline.__main__ import main
-from pipeline.benchmark.baselines import TorchNetwork, baseline_network, cross_entropy
 from pipeline.benchmark.train import PeakMemory, SideBySide, figures_of
 from pipeline.monitoring.performance import training_flops
-from tests.conftest import refusal
+from tests.benchmark.__main__ import main
+from tests.benchmark.baselines import TorchNetwork, baseline_network, cross_entropy
 from tests.model.test_network import copy_layer
 
 SETTINGS = NetworkSettings(num_layers=2, d_model=16, d_ff=24, num_heads=4, dropout=0.0)
@@ -35,9 +34,9 @@ NETWORK_FIGURES = {"target_tokens_per_second", "step_seconds", "peak_memory_byte
 
 @pytest.mark.filterwarnings("ignore:You have overridden `transfer_batch_to_device`")
 def test_figures(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["benchmark", "train", "--config", str(recipe_file), "--steps", "3"]
+    command = ["train", str(recipe_file), "--steps", "3", "--baseline", "torch", "--baseline", "marian"]
     command += ["--training.optimizer", "muon"]  # of which the baselines take the part of Adam
-    assert main([*command, "--baseline", "torch", "--baseline", "marian", "--network.dropout", "0.1"]) == 0
+    assert main([*command, "--network.dropout", "0.1"]) == 0
     printed = capsys.readouterr()
     figures = json.loads(printed.out.splitlines()[-1])
     for one in (figures, figures["baselines"]["torch"], figures["baselines"]["marian"]):
@@ -100,18 +99,10 @@ def test_rounds_of_warm_up_memory_and_time() -> None:
     assert comparison.peak_memory == {"ours": 8 * 4, "torch": 8 * 4}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--steps", "0"], "--steps 0"),
-        (["--training.r_drop_alpha", "5"], "training.r_drop_alpha 5"),
-        (["--trainer.precision", "bf16-true"], "trainer.precision must be one of"),
-        (["--baseline", "torch", "--network.pre_norm", "true"], "network.pre_norm"),
-        (["--network.d_modle", "8"], "d_model"),
-    ],
-)
-def test_mistakes(arguments: list[str], said: str, recipe_file: Path) -> None:
-    assert said in refusal("benchmark", "train", "--config", recipe_file, *arguments)
+def test_a_network_that_a_baseline_lacks_is_refused(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", str(recipe_file), "--baseline", "torch", "--network.pre_norm", "true"]
+    assert main(words) == 2
+    assert "error: --baseline torch: has no network with this recipe's network.pre_norm" in capsys.readouterr().err
 
 
 def test_a_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`benchmark learn`: its curves, its turns, how long it trains, and the score of the baseline."""
+"""`learn`: its curves, its turns, how long it trains, and the score of the baseline."""
 
 import json
 import signal
@@ -13,12 +13,11 @@ from PIL import Image
 
 from data_module.corpus.store import open_corpus
 from data_module.errors import InputError
-from pipeline.__main__ import main
-from pipeline.benchmark import learn
-from pipeline.benchmark.learn import TIMED, UNTIMED, Curve, Marian, minutes_until, spaced
 from pipeline.config.recipe import load_recipe
 from pipeline.runtime import signals
-from tests.conftest import refusal
+from tests.benchmark import learn
+from tests.benchmark.__main__ import main
+from tests.benchmark.learn import TIMED, UNTIMED, Curve, Marian, minutes_until, spaced
 
 SILENT = ("ignore:You have overridden `transfer_batch_to_device`", "ignore:.*many workers", "ignore:.*LeafSpec")
 pytestmark = [pytest.mark.filterwarnings(message) for message in SILENT]
@@ -28,9 +27,10 @@ def test_curves_in_turns(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(learn, "TURN_SECONDS", 0.0)
+    monkeypatch.setattr(learn, "spaced", lambda *_: (4, 1))
     output = tmp_path / "output"
-    command = ["benchmark", "learn", "--config", str(recipe_file), "--updates", "4", "--output", str(output)]
-    assert main([*command, "--baseline", "marian", "--training.label_smoothing", "0.2"]) == 0
+    command = ["learn", str(recipe_file), "--minutes", "1", "--output", str(output)]
+    assert main([*command, "--training.label_smoothing", "0.2"]) == 0
     printed = capsys.readouterr()
     figures = json.loads(printed.out)
     # After each of our updates the baseline has a turn.
@@ -58,9 +58,9 @@ def test_curves_in_turns(
 
 def test_minutes(recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "output"
-    command = ["benchmark", "learn", "--config", str(recipe_file), "--minutes", "1e-5", "--output", str(output)]
+    command = ["learn", str(recipe_file), "--minutes", "1e-5", "--output", str(output)]
     command += ["--training.optimizer", "muon", "--training.muon_momentum", "0.9"]  # of ours, not of the baseline
-    assert main([*command, "--baseline", "marian"]) == 0
+    assert main(command) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["ours"]["update"] == figures["marian"]["update"] == 1
     assert {path.name for path in output.iterdir()} == {"learning.jsonl", "learning.png", "run"}
@@ -72,8 +72,7 @@ def test_a_stopped_benchmark_does_not_claim_to_resume(
     monkeypatch.setattr(Curve, "update", lambda _: signal.raise_signal(signal.SIGINT))
     output = tmp_path / "output"
     try:
-        command = ["benchmark", "learn", "--config", str(recipe_file), "--minutes", "1", "--output", str(output)]
-        assert main(command) == 130
+        assert main(["learn", str(recipe_file), "--minutes", "1", "--output", str(output)]) == 2
     finally:
         signals.forget()
     said = capfd.readouterr().err
@@ -87,10 +86,10 @@ def test_as_many_updates_as_fit_into_the_minutes() -> None:
         seconds = [100.0] * UNTIMED + [1.0, 3.0, 2.0, 2.0, 2.0] * (TIMED // 5)
         curve.seconds_after += np.cumsum(seconds).tolist()
 
-    assert spaced((None, 4.0), train) == (120, 10)
-    assert spaced((None, 1e-9), train) == (1, 1)
+    assert spaced(4.0, train) == (120, 10)
+    assert spaced(1e-9, train) == (1, 1)
     # Rounded up, so that a validation ends the training.
-    assert spaced((25, None), train) == (27, 3)
+    assert spaced(25 / 30, train) == (27, 3)
 
 
 def test_the_likelihood_of_marian_is_what_transformers_computes(recipe_file: Path) -> None:
@@ -129,29 +128,17 @@ def test_minutes_until_the_likelihood_of_the_other() -> None:
     assert minutes_until(rows, row(9.0, 0.5)) is None
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
+def test_mistakes(recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
         (["--minutes", "0"], "--minutes 0: must be more than 0"),
         (["--minutes", "inf"], "--minutes inf"),
-        (["--updates", "-1"], "--updates -1"),
-        ([], "--minutes --updates is required"),
-        (["--updates", "4", "--training.schedule", "cosine", "--training.peak_learning_rate", "1e-3"], "warmup_steps"),
-        (["--updates", "4", "--corpus.folder", "corpus", "--corpus.validation", "[]"], "corpus.validation"),
-        (["--updates", "4", "--baseline", "marian", "--network.pre_norm", "true"], "network.pre_norm"),
-    ],
-)
-def test_mistakes(
-    arguments: list[str], said: str, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert said in refusal("benchmark", "learn", "--config", recipe_file, *arguments)
-    assert not list(tmp_path.glob("runs/*/*"))
-
-
-def test_a_folder_that_is_there_is_kept(recipe_file: Path, tmp_path: Path) -> None:
-    words = ["benchmark", "learn", "--config", recipe_file, "--updates", 1, "--output", tmp_path]
-    assert "give another --output" in refusal(*words)
+        ([], "--minutes"),
+        (["--minutes", "1", "--network.pre_norm", "true", "--output", str(tmp_path / "new")], "network.pre_norm"),
+        (["--minutes", "1", "--output", str(tmp_path)], "give another --output"),
+    ):
+        assert main(["learn", str(recipe_file), *words]) == 2
+        assert f"{said}" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_baseline_that_diverges_ends_in_one_line(tmp_path: Path) -> None:

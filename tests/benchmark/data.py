@@ -5,21 +5,27 @@ Reads the recipe's `corpus:` and `batches:`. A missing corpus is prepared first.
 """
 
 import argparse
-import resource
 import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from pipeline.config.recipe import add_recipe_arguments
-
-if TYPE_CHECKING:
-    from data_module.settings import CorpusSettings
-    from data_module.translation_data_module import TranslationDataModule
+from data_module.batching.batch_plan import plan_epoch
+from data_module.corpus.builder import write_corpus
+from data_module.corpus.checks import check_text
+from data_module.corpus.pairs import all_available
+from data_module.corpus.preparation import without_garbage_collection
+from data_module.corpus.store import lengths_with_eos
+from data_module.settings import CorpusSettings
+from data_module.tokenization.tokenizer import Tokenizer
+from data_module.translation_data_module import TranslationDataModule
+from pipeline.config.recipe import add_recipe_arguments, load_recipe
+from pipeline.training.build import special_ids
+from pipeline.training.fit import ensure_corpus
 
 LARGE = 40_000_000
 """Pairs whose planning is timed: the recipe's corpus, repeated."""
@@ -28,40 +34,22 @@ LOADED_STEPS = 300
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's arguments."""
     add_recipe_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure preparation, loading and planning, and return the figures."""
-    from data_module.tokenization.tokenizer import Tokenizer
-    from pipeline.config.recipe import load_recipe
-    from pipeline.training.fit import ensure_corpus
-
     recipe = load_recipe(arguments.config, arguments.overrides)
     ensure_corpus(recipe.corpus)
     folder = Path(recipe.corpus.folder)
     tokenizer = Tokenizer.load(folder / "tokenizer.model")
     figures = _preparation(recipe.corpus, tokenizer)
-
-    # Imported after the preparation, whose peak memory would include these packages.
-    from data_module.translation_data_module import TranslationDataModule
-    from pipeline.training.build import special_ids
-
-    batches = replace(recipe.batches, workers=1)
-    data = TranslationDataModule(
-        folder, batches, special_ids(tokenizer), recipe.run.seed, corpus_settings=recipe.corpus
-    )
+    batches, ids = replace(recipe.batches, workers=1), special_ids(tokenizer)
+    data = TranslationDataModule(folder, batches, ids, recipe.run.seed, corpus_settings=recipe.corpus)
     return {**figures, **_loading(data), **_plan(data)}
 
 
-def _preparation(settings: "CorpusSettings", tokenizer: Any) -> dict[str, Any]:
+def _preparation(settings: CorpusSettings, tokenizer: Tokenizer) -> dict[str, Any]:
     """Clean, encode and write the corpus into a temporary folder, without training the tokenizer."""
-    from data_module.corpus.builder import write_corpus
-    from data_module.corpus.checks import check_text
-    from data_module.corpus.pairs import all_available
-    from data_module.corpus.preparation import without_garbage_collection
-
     if not all_available(settings):
         return {"pairs_per_second": None}
     parent = Path(settings.folder).parent
@@ -74,11 +62,10 @@ def _preparation(settings: "CorpusSettings", tokenizer: Any) -> dict[str, Any]:
         "pairs": train["pairs_kept"],
         "target_tokens": train["target_tokens"],
         "pairs_per_second": train["pairs_read"] / seconds,
-        "prepare_peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
 
-def _loading(data: "TranslationDataModule") -> dict[str, Any]:
+def _loading(data: TranslationDataModule) -> dict[str, Any]:
     """Measure the throughput of one worker process."""
     batches = iter(data.train_dataloader())
     next(batches)
@@ -88,11 +75,8 @@ def _loading(data: "TranslationDataModule") -> dict[str, Any]:
     return {"loader_target_tokens_per_second": tokens / seconds}
 
 
-def _plan(data: "TranslationDataModule") -> dict[str, Any]:
+def _plan(data: TranslationDataModule) -> dict[str, Any]:
     """Plan an epoch of the corpus repeated to `LARGE` pairs."""
-    from data_module.batching.batch_plan import plan_epoch
-    from data_module.corpus.store import lengths_with_eos
-
     corpus, times = data.train_corpus, -(-LARGE // len(data.train_corpus))
     source, target = (np.tile(lengths_with_eos(side), times) for side in (corpus.source, corpus.target))
     started = time.perf_counter()

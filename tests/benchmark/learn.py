@@ -1,12 +1,9 @@
-"""Measure what a recipe learns by minute and by update: likelihood and BLEU of the validation text.
+"""Measure what a recipe learns by minute and by update, beside Hugging Face's MarianMTModel of the same size.
 
-The recipe trains as `fit` does, on one device. With --baseline marian, Hugging Face's MarianMTModel of the same size
-trains on the same text for as many minutes, in turns of half a minute, so that a machine whose speed drifts slows both
-alike. Minutes are those of training: validation is left out, writing checkpoints is not.
-
-A schedule has to end with the training. So updates are timed before it, and each of the two trains as many as fit into
-the minutes. For validation, the baseline's weights are put into this program's network, so that the same code scores
-both: nats a token without label smoothing, and sacreBLEU of greedy search.
+The recipe trains as `fit` does, on one device, in turns with Marian. The first updates of each are timed, and its
+schedule ends with the updates that fit into the minutes. Marian has label smoothing of 0.1, Adam (0.9, 0.98, 1e-9) with
+a peak rate of 1e-3, a warm-up of a tenth of its updates, a linear decay to 0, and gradients clipped at 1. Scores are
+nats a token of the validation text, without label smoothing, and BLEU of greedy search.
 
 The output folder gets a line of JSON for each validation (learning.jsonl), a picture (learning.png) and the run (run).
 """
@@ -22,18 +19,26 @@ from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from matplotlib.figure import Figure
+from torch import nn
 
 from data_module.errors import InputError
 from data_module.files import naming_full_disk, user_path
+from data_module.tokenization.tokenizer import Tokenizer
+from pipeline.benchmark.train import prepare
 from pipeline.config.recipe import Recipe, add_recipe_arguments, load_recipe
-from pipeline.runtime.console import quiet_lightning, say
+from pipeline.export.huggingface_model import from_marian
+from pipeline.monitoring.validation_samples import ValidationSamples
+from pipeline.runtime.console import say
 from pipeline.runtime.signals import Stopped
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from pipeline.benchmark.baselines import Baseline
+from pipeline.training.fit import fit_recipe
+from pipeline.training.start import choose_bleu_tokenizer
+from pipeline.training.trainer import make_trainer
+from tests.benchmark.baselines import Baseline
 
 VALIDATIONS = 12
 NEVER = 1 << 40
@@ -48,60 +53,41 @@ MARIAN = (
 )
 """The baseline's `training:`, but for its warm-up."""
 SCORES = {"negative_log_likelihood": "nats a token", "bleu": "BLEU"}
-Length = tuple[int | None, float | None]
-"""Updates to train; if None, the minutes."""
 Rows = list[dict[str, float]]
 """A network's validations: `update`, `minutes` and the scores."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's arguments."""
     add_recipe_arguments(parser)
-    length = parser.add_mutually_exclusive_group(required=True)
-    length.add_argument("--minutes", type=float, help="how long each network trains")
-    length.add_argument("--updates", type=int, help="in place of minutes: how many updates each network takes")
-    parser.add_argument("--baseline", choices=("marian",), help="train Hugging Face's MarianMTModel as well")
+    parser.add_argument("--minutes", type=float, required=True, help="how long each network trains")
     parser.add_argument("--output", type=user_path, help="folder to write to (default: runs/<recipe>_learn)")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train, write curves and picture, and return the figures."""
-    for name in ("minutes", "updates"):
-        if (value := getattr(arguments, name)) is not None and not 0 < value < math.inf:
-            raise InputError(f"--{name} {value:g}: must be more than 0")
-    quiet_lightning()
-    recipes = {"ours": load_recipe(arguments.config, arguments.overrides)}
-    folder = arguments.output or Path("runs") / f"{recipes['ours'].name}_learn"
+    minutes = arguments.minutes
+    if not 0 < minutes < math.inf:
+        raise InputError(f"--minutes {minutes:g}: must be more than 0")
+    recipe = load_recipe(arguments.config, arguments.overrides)
+    marians = load_recipe(arguments.config, [*arguments.overrides, *(f"--training.{setting}" for setting in MARIAN)])
+    folder = arguments.output or Path("runs") / f"{recipe.name}_learn"
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder}: is there already; remove it, or give another --output")
-    if arguments.baseline:
-        from pipeline.export.huggingface_model import require_transformers
-
-        require_transformers()
-        overrides = [*arguments.overrides, *(f"--training.{setting}" for setting in MARIAN)]
-        recipes["marian"] = load_recipe(arguments.config, overrides)
-    from pipeline.benchmark.train import benchmark_device
-    from pipeline.training.fit import ensure_corpus
-
-    options, _ = benchmark_device(recipes["ours"].trainer)
-    ensure_corpus(recipes["ours"].corpus)
+    marian = Marian(marians)
     folder.mkdir(parents=True, exist_ok=True)
-    length = arguments.updates, arguments.minutes
-    curves = {name: Curve(name, folder) for name in recipes}
-    baseline = Marian(recipes["marian"]).turns(length, curves["marian"]) if arguments.baseline else iter(())
-    train_recipe(recipes["ours"], length, folder, curves["ours"], baseline)
-    for _ in baseline:
+    curves = {name: Curve(name, folder) for name in ("ours", "marian")}
+    turns = marian.turns(minutes, curves["marian"])
+    train_recipe(recipe, minutes, folder, curves["ours"], turns)
+    for _ in turns:
         pass  # It has updates left.
     rows = {name: curve.rows for name, curve in curves.items()}
-    if arguments.baseline:
-        recipes["marian"] = with_warm_up(recipes["marian"], int(rows["marian"][-1]["update"]))
     draw(rows, folder / "learning.png")
     print(f"the picture is {folder / 'learning.png'}", file=sys.stderr)
+    trained = {"ours": recipe, "marian": with_warm_up(marians, int(rows["marian"][-1]["update"]))}
     return {
-        "recipe": recipes["ours"].name,
-        "precision": str(options["precision"]),
-        **{name: {**of_network[-1], "training": asdict(recipes[name].training)} for name, of_network in rows.items()},
-        "minutes_to_baseline": minutes_until(rows["ours"], rows["marian"][-1]) if arguments.baseline else None,
+        "recipe": recipe.name,
+        "precision": str(marian.training.options["precision"]),
+        **{name: {**rows[name][-1], "training": asdict(one.training)} for name, one in trained.items()},
+        "minutes_to_baseline": minutes_until(rows["ours"], rows["marian"][-1]),
         "curves": rows,
     }
 
@@ -122,8 +108,6 @@ class Curve:
 
     def stop(self) -> None:
         """Count the time up to here."""
-        import torch
-
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._seconds += time.perf_counter() - self._started
@@ -152,31 +136,25 @@ class Curve:
         say(f"{self._network}: {updates:,} updates, {row['minutes']:.2f} minutes: {said}")
 
 
-def spaced(length: Length, train: Callable[[int, Curve], None]) -> tuple[int, int]:
+def spaced(minutes: float, train: Callable[[int, Curve], None]) -> tuple[int, int]:
     """Return how many updates to train, and how many lie between validations, of which the last ends the training.
 
     Args:
-        length: updates are rounded up; for minutes, `train` trains for some updates and without a validation, to find
-            how many fit into these.
-        train: takes the number of updates, and what measures them.
+        minutes: how long to train; updates are rounded up.
+        train: trains for some updates, without a validation, to find how many fit into the minutes. It takes the
+            number of updates, and what measures them.
     """
-    updates, minutes = length
-    if updates is None:
-        assert minutes is not None
-        timing = Curve("", Path())
-        say(f"timing {UNTIMED + TIMED} updates, to find how many fit into the minutes")
-        train(UNTIMED + TIMED, timing)
-        seconds = (timing.seconds_after[-1] - timing.seconds_after[UNTIMED]) / TIMED
-        updates = max(1, round(60 * minutes / seconds))
+    timing = Curve("", Path())
+    say(f"timing {UNTIMED + TIMED} updates, to find how many fit into the minutes")
+    train(UNTIMED + TIMED, timing)
+    seconds = (timing.seconds_after[-1] - timing.seconds_after[UNTIMED]) / TIMED
+    updates = max(1, round(60 * minutes / seconds))
     every = -(-updates // VALIDATIONS)
     return -(-updates // every) * every, every
 
 
-def train_recipe(recipe: Recipe, length: Length, folder: Path, curve: Curve, baseline: Iterator[None]) -> None:
+def train_recipe(recipe: Recipe, minutes: float, folder: Path, curve: Curve, baseline: Iterator[None]) -> None:
     """Train the recipe as `fit` does, in turns with the baseline."""
-    from lightning.pytorch.callbacks import LambdaCallback
-
-    from pipeline.training.fit import fit_recipe
 
     def fit(run: Path, updates: int, every: int, curve: Curve, others: Iterator[None], **training: Any) -> None:
         def after_update(*_: Any) -> None:
@@ -206,7 +184,7 @@ def train_recipe(recipe: Recipe, length: Length, folder: Path, curve: Curve, bas
         try:
             fit_recipe(changed, reset=False, init_from=None, further_callbacks=[callback])
         except Stopped:  # Its message says how to resume `fit`.
-            raise Stopped(f"asked to stop: a benchmark cannot resume; remove {folder} to start again") from None
+            raise InputError(f"asked to stop: a benchmark cannot resume; remove {folder} to start again") from None
 
     def only_for_time(updates: int, curve: Curve) -> None:
         # So few updates have no warm-up, so that a rate other than 0 might be too high.
@@ -214,53 +192,38 @@ def train_recipe(recipe: Recipe, length: Length, folder: Path, curve: Curve, bas
             run = Path(unused) / "run"
             fit(run, updates, NEVER, curve, iter(()), warmup_steps=1, learning_rate_factor=0.0)
 
-    fit(folder / "run", *spaced(length, only_for_time), curve, baseline)
+    fit(folder / "run", *spaced(minutes, only_for_time), curve, baseline)
 
 
 class Marian:
     """Trains Marian by a recipe, and scores it with the code that scores this program's network."""
 
     def __init__(self, recipe: Recipe) -> None:
-        """Open the recipe's corpus. Raise InputError for a network that Marian cannot have."""
-        from data_module.corpus.manifest import read_manifest
-        from data_module.tokenization.tokenizer import Tokenizer
-        from pipeline.benchmark.train import benchmark_device
-        from pipeline.monitoring.validation_samples import ValidationSamples
-        from pipeline.runtime.backend import choose_backend
-        from pipeline.training.build import build_callbacks, build_data, build_module
-        from pipeline.training.start import Start
-        from pipeline.training.trainer import make_trainer
+        self.training = prepare(recipe)
+        data = self.training.data
+        tokenizer = Tokenizer.load(recipe.corpus_folder() / "tokenizer.model")
+        sources, references = data.validation_text()
+        if tokenizer.lowercase:
+            references = tokenizer.lower(references)
+        bleu, _ = choose_bleu_tokenizer(recipe, None)
+        samples = ValidationSamples(sources, references, tokenizer, bleu)
+        self._trainer = make_trainer(self.training.options, None, logger=False, callbacks=[samples])
+        self.baseline(1)  # refuses a network that Marian cannot have
 
-        self._recipe, corpus = recipe, recipe.corpus_folder()
-        options, self._precision = benchmark_device(recipe.trainer)
-        backend = choose_backend(recipe.run.kernels, recipe.run.compile, options, recipe.network)
-        self._tokenizer = Tokenizer.load(corpus / "tokenizer.model")
-        self._module = build_module(recipe, self._tokenizer, backend)
-        self._data = build_data(recipe, self._tokenizer, backend)
-        start = Start(recipe, None, None, False, None, None, self._tokenizer, read_manifest(corpus))
-        callbacks = build_callbacks(start, self._data, backend)
-        samples = [callback for callback in callbacks if isinstance(callback, ValidationSamples)]
-        self._trainer = make_trainer(options, None, logger=False, callbacks=samples)
-        self.baseline(1)
-
-    def baseline(self, updates: int) -> "Baseline":
+    def baseline(self, updates: int) -> Baseline:
         """Return a network with its optimizer, whose schedule ends after `updates`."""
-        import torch
+        recipe = with_warm_up(self.training.recipe, updates)
+        torch.manual_seed(recipe.run.seed)
+        return Baseline("marian", self.training._replace(recipe=recipe), updates)
 
-        from pipeline.benchmark.baselines import Baseline
-
-        torch.manual_seed(self._recipe.run.seed)
-        recipe, size = with_warm_up(self._recipe, updates), self._tokenizer.vocabulary_size
-        return Baseline("marian", recipe, size, self._data, self._precision, updates)
-
-    def turns(self, length: Length, curve: Curve) -> Iterator[None]:
+    def turns(self, minutes: float, curve: Curve) -> Iterator[None]:
         """Train, and yield at the end of each turn."""
 
         def only_for_time(updates: int, curve: Curve) -> None:
             for _ in self._train(updates, NEVER, curve):
                 pass
 
-        yield from self._train(*spaced(length, only_for_time), curve)
+        yield from self._train(*spaced(minutes, only_for_time), curve)
 
     def _train(self, updates: int, every: int, curve: Curve) -> Iterator[None]:
         baseline = self.baseline(updates)
@@ -280,16 +243,14 @@ class Marian:
                         yield
                     curve.start()
 
-    def scores(self, network: "nn.Module") -> Mapping[str, Any]:
+    def scores(self, network: nn.Module) -> Mapping[str, Any]:
         """Return what Lightning logs in a validation of Marian's weights."""
-        from pipeline.export.huggingface_model import from_marian
-
-        shape = self._recipe.network
+        shape, module = self.training.recipe.network, self.training.module
         marian: Any = network
         weights = from_marian(marian.model.state_dict(), (shape.encoder_layers, shape.decoder_layers))
         del weights["projection.bias"]  # It is 0, and not trained.
-        self._module.network.load_state_dict(weights)
-        self._trainer.validate(self._module, datamodule=self._data, verbose=False)
+        module.network.load_state_dict(weights)
+        self._trainer.validate(module, datamodule=self.training.data, verbose=False)
         return self._trainer.callback_metrics
 
 
@@ -310,8 +271,6 @@ def minutes_until(rows: Rows, goal: dict[str, float]) -> float | None:
 
 def draw(curves: dict[str, Rows], path: Path) -> None:
     """Draw each score by minute and by update."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(9, 6), layout="constrained")
     panels = figure.subplots(2, 2, sharex="col", sharey="row")
     for (score, unit), line in zip(SCORES.items(), panels, strict=True):

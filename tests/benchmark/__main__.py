@@ -1,0 +1,50 @@
+"""Compares training and decoding with other programs, and measures learning and the data path.
+
+`train` and `decode` are those of `python -m pipeline benchmark`, whose help has the figures, with `--baseline` beside
+them: other programs take turns with this one. The last output line is one JSON object.
+"""
+
+import argparse
+import importlib
+import sys
+
+from data_module.errors import InputError
+from pipeline.__main__ import OneLineParser
+from pipeline.commands.benchmark import print_figures, quiet_profiler
+from pipeline.runtime.console import report
+
+KINDS = ("train", "learn", "decode", "data")
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """Return the parsed arguments. What follows a recipe and is unknown are its overrides.
+
+    Raises InputError for arguments that the benchmark does not take.
+    """
+    parser = OneLineParser(prog="python -m tests.benchmark", description=__doc__, allow_abbrev=False)
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    for kind in KINDS:
+        module = importlib.import_module(f"tests.benchmark.{kind}")
+        raw = argparse.RawDescriptionHelpFormatter
+        kind_parser = kinds.add_parser(kind, description=module.__doc__, formatter_class=raw, allow_abbrev=False)
+        module.add_arguments(kind_parser)
+        kind_parser.set_defaults(run=module.run)
+    arguments, arguments.overrides = parser.parse_known_args(words)
+    if arguments.overrides and not hasattr(arguments, "config"):
+        parser.error(f"argument '{arguments.overrides[0]}' is unknown")
+    return arguments
+
+
+def main(words: list[str]) -> int:
+    quiet_profiler()
+    try:
+        arguments = parse(words)
+        print_figures(arguments.run(arguments))
+    except InputError as error:
+        report(f"error: {error}")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
