@@ -75,7 +75,7 @@ def _python(words: list[str]) -> str | None:
             return mistake([module, *words]) if module != "venv" else None
         if module == "pipeline":
             return _verb(words)
-        if module == "tests.benchmark":
+        if module == "tests.benchmark" and words:
             return _recipe(benchmark.parse(words), training=False)
         return _module(module, words)
     return None if (ROOT / words[0]).is_file() else f"there is no {words[0]}"
