@@ -12,6 +12,7 @@
   alternative; later versions of Lightning do so themselves.
 - `_SubprocessScriptLauncher`, `_call_children_scripts` and `DDPStrategy._configure_launcher`: give rank 0 time to
   report an error before it is killed because another rank has ended. No public alternative.
+- The `scaler` of `MixedPrecision` may be None: leave the scaling of the loss to the module. No public alternative.
 - `WeightAveraging._average_model`, `_latest_update_step` and `_swap_models`: keep the average on the weights' device.
   No public alternative.
 """
@@ -29,6 +30,7 @@ from typing import Any
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import nn
@@ -66,6 +68,19 @@ def name_unusable_checkpoint(trainer: Trainer, path: Path) -> None:
     connector = trainer._checkpoint_connector
     for name in ("_restore_modules_and_callbacks", "restore_training_state"):
         setattr(connector, name, naming(getattr(connector, name)))
+
+
+def precision_plugin(options: dict[str, Any]) -> Any:
+    """Return Lightning's plugin for float16 without its gradient scaler, None for any other precision.
+
+    The module scales the loss itself: Lightning's scaler does not allow clipping in manual optimization. Lightning
+    accepts the precision from one place, so with a plugin it has to be left out of the Trainer's options.
+    """
+    if options.get("precision") != "16-mixed":
+        return None
+    plugin = MixedPrecision("16-mixed", "cpu" if options.get("accelerator") == "cpu" else "cuda")
+    plugin.scaler = None
+    return plugin
 
 
 def run_validation(trainer: Trainer) -> None:
@@ -169,11 +184,6 @@ class WeightAveragingBase(WeightAveraging):
         """The averaged model; it exists after `setup`."""
         assert self._average_model is not None
         return self._average_model
-
-    @property
-    def averaged_module(self) -> nn.Module:
-        """The module whose parameters are the average."""
-        return self.average.module
 
     @property
     def latest_update_step(self) -> int:

@@ -1,8 +1,10 @@
-"""Devices and numeric precision: what the hardware supports, and how float16 and TF32 are set up."""
+"""Devices and numeric precision: what the hardware supports, and how TF32 is set up."""
 
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from data_module.errors import InputError
 from data_module.worker_processes import num_processors
@@ -17,8 +19,6 @@ ONE_GPU_NOTE = (
 
 def missing_gpu(accelerator: Any) -> str | None:
     """Return the mistake if a GPU is requested but missing, or present but unusable; None if there is none."""
-    import torch
-
     if accelerator not in ("auto", "gpu", "cuda") or torch.cuda.is_available():
         return None
     if count := torch.cuda.device_count():  # The driver's count; the driver may be too old for this torch.
@@ -80,8 +80,6 @@ def sees_own_gpu_only(job: JobStep, visible: int) -> bool:
 
 
 def _cuda_error() -> str:
-    import torch
-
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
@@ -91,8 +89,6 @@ def _cuda_error() -> str:
 
 def allow_tf32(options: dict[str, Any]) -> None:
     """Use TF32 for float32 matrix products on GPUs that support it, several times as fast, and report it."""
-    import torch
-
     is_float32 = str(options["precision"]) in ("32-true", "32") and options["accelerator"] in ("auto", "gpu", "cuda")
     if is_float32 and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0):
         torch.set_float32_matmul_precision("high")
@@ -100,25 +96,8 @@ def allow_tf32(options: dict[str, Any]) -> None:
             say("float32: matrix products use TF32; set NVIDIA_TF32_OVERRIDE=0 in the environment for full precision")
 
 
-def precision_plugin(options: dict[str, Any]) -> Any:
-    """Return Lightning's plugin for float16 without its gradient scaler, None for any other precision.
-
-    The module scales the loss itself: Lightning's scaler does not allow clipping in manual optimization. Lightning
-    accepts the precision from one place, so with a plugin it has to be left out of the Trainer's options.
-    """
-    if options.get("precision") != "16-mixed":
-        return None
-    from lightning.pytorch.plugins import MixedPrecision
-
-    plugin = MixedPrecision("16-mixed", "cpu" if options.get("accelerator") == "cpu" else "cuda")
-    plugin.scaler = None
-    return plugin
-
-
 def processor_name(gpu: int | None) -> str:
     """Return what decides how this process's products are rounded: a GPU's name, or the CPU and its instructions."""
-    import torch
-
     if gpu is not None:
         return torch.cuda.get_device_name(gpu)
     products = " with bfloat16" if torch.cpu.get_capabilities().get("avx512_bf16", False) else ""
@@ -141,8 +120,6 @@ def mixed_processors_mistake(optimizer: str, processors: Sequence[str]) -> str |
 
 def best_precision(accelerator: Any) -> Any:
     """Return bf16 mixed precision if the hardware has bfloat16 matrix products, else float32."""
-    import torch
-
     if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
         return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
     has_products = torch.cpu.get_capabilities().get("avx512_bf16", False)
@@ -154,8 +131,6 @@ def device_indices(options: dict[str, Any]) -> list[int]:
 
     Raises InputError for what names none. On a CPU, devices are processes, which have a number only.
     """
-    import torch
-
     devices = given = options.get("devices", "auto")
     on_gpu = options.get("accelerator", "auto") in ("auto", "gpu", "cuda") and torch.cuda.is_available()
     if devices == "auto" or (devices in (-1, "-1") and on_gpu):

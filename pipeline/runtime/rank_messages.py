@@ -1,10 +1,9 @@
 """What ranks tell one another: JSON, in tensors or in the key-value store. Nothing is unpickled.
 
-Values in the store are signed with a key that only the ranks of this start have (`door.py`): whoever finds the store's
+What is stored is signed with a key that only the ranks of this start have (`ranks_token.py`): whoever finds the store's
 port may write to it.
 """
 
-import hashlib
 import hmac
 import json
 from typing import Any
@@ -21,34 +20,50 @@ _key = b""
 """Signs what this process tells; it belongs to the process, as the default process group does."""
 
 
-def set_key(key: bytes) -> None:
-    """Sign and check values with this key from now on."""
+class StrangerError(RendezvousError):
+    """No rank of this start has signed a message."""
+
+    strerror = "another run or program listens there"
+
+
+def set_key(token: str, start: str) -> None:
+    """Sign and check messages from now on with a key that follows from a token and the name of the start."""
     global _key
-    _key = key
+    _key = hmac.digest(token.encode(), start.encode(), "sha256")
 
 
-def _signature(name: str, text: str) -> str:
-    return hmac.new(_key, json.dumps([name, text]).encode(), hashlib.sha256).hexdigest()
+def signature(*parts: str) -> str:
+    """Return what only a rank of this start can tell of some texts."""
+    return hmac.new(_key, json.dumps(parts).encode(), "sha256").hexdigest()
+
+
+def signed(name: str, value: Any) -> str:
+    """Return a message: a value that JSON can hold, with its signature under a name that is used once."""
+    text = json.dumps(value)
+    return signature(name, text) + text
+
+
+def verified(name: str, message: bytes) -> Any:
+    """Return the value of a message, made `plain`.
+
+    Raises StrangerError if no rank of this start has signed it under that name.
+    """
+    given, text = message[:64], message[64:].decode(errors="replace")
+    if not hmac.compare_digest(given, signature(name, text).encode()):
+        raise StrangerError(
+            "a stranger on the cluster has written to the ranks' store; start again, and tell its administrators"
+        )
+    return plain(json.loads(text))
 
 
 def post(store: dist.Store, name: str, value: Any) -> None:
     """Store a value that JSON can hold under a name that is used once."""
-    text = json.dumps(value)
-    store.set(name, _signature(name, text) + text)
+    store.set(name, signed(name, value))
 
 
 def read(store: dist.Store, name: str) -> Any:
-    """Return what a rank has stored, made `plain`.
-
-    Raises RendezvousError if no rank of this start has stored it.
-    """
-    stored = store.get(name).decode(errors="replace")
-    signature, text = stored[:64], stored[64:]
-    if not hmac.compare_digest(signature.encode(), _signature(name, text).encode()):
-        raise RendezvousError(
-            "a stranger on the cluster has written to the ranks' store; start again, and tell its administrators"
-        )
-    return plain(json.loads(text))
+    """Return what a rank has stored, made `plain`; raise StrangerError if no rank of this start has stored it."""
+    return verified(name, store.get(name))
 
 
 def plain(value: Any) -> Any:

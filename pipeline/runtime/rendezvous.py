@@ -1,7 +1,12 @@
 """Connects the ranks of a run through a key-value store in rank 0, and names the ranks that are missing.
 
-`door.py` decides who may connect; see there for what is secret. A rank that belongs to this start but was started
-otherwise, with another recipe, run folder or number of ranks, ends all of them.
+PyTorch's store answers everybody, and the ports at which ranks meet follow from the job's number. So rank 0 holds its
+store at a port that the system chooses, and listens at the meeting port besides. Whoever connects there is told the
+store's port in a signed message, and nothing is read from that connection. A rank believes only what is signed with the
+token of its own start, and passes by another run or program that listens there.
+
+A rank that belongs to this start but was started otherwise, with another recipe, run folder or number of ranks, ends
+all of them.
 """
 
 import errno
@@ -13,6 +18,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -23,17 +29,9 @@ import torch.distributed as dist
 from data_module.errors import InputError
 from pipeline.runtime import signals
 from pipeline.runtime.console import RendezvousError, UnusableAddressError, print_above_bars
-from pipeline.runtime.door import (
-    Door,
-    StrangerError,
-    find_token,
-    key_of,
-    knock,
-    remove_token,
-    write_token,
-)
 from pipeline.runtime.launch import LOOPBACK, JobStep, known_nodes, local_rank, main_address, main_ports, node_name
-from pipeline.runtime.rank_messages import plain, post, read, set_key
+from pipeline.runtime.rank_messages import StrangerError, plain, post, read, set_key, signature, signed, verified
+from pipeline.runtime.ranks_token import find_token, remove_token, write_token
 
 NOTICE_SECONDS = 30.0
 """After this time, a rank says for whom it waits."""
@@ -48,6 +46,12 @@ _POLL_SECONDS = 0.1
 _POLL_STRANGERS_SECONDS = 1.0
 _OUTCOME = "rendezvous/outcome"
 """Key of what rank 0 has found: what is wrong, or nothing, and whether it is a user's mistake."""
+_MISTAKE = "rendezvous/mistake"
+"""Key of what a rank has found that was started otherwise than rank 0."""
+_STORE = "rendezvous/store"
+"""Name under which rank 0 signs the port of its store."""
+_MESSAGE_BYTES = 256
+"""More than that message has."""
 _MOST_NAMED = 16
 _BACKLOG = 4096
 _MOST_DIFFERENCES = 3
@@ -88,9 +92,7 @@ class Rendezvous:
     """On rank 0, what listens on the port already."""
     _started: float = field(default_factory=time.monotonic, init=False)
     _noticed: bool = field(default=False, init=False)
-    _door: Door | None = field(default=None, init=False)
-    _arrived: dict[int, dict[str, Any]] = field(default_factory=dict, init=False)
-    _mistake: str = field(default="", init=False)
+    _message: bytes = field(default=b"", init=False)
 
     @classmethod
     def of_job(cls, job: JobStep) -> "Rendezvous":
@@ -128,22 +130,24 @@ class Rendezvous:
             Stopped: this process was asked to stop and another rank is missing.
         """
         self._check_host()
-        own = {"rank": self.rank, "node": node_name(), "process": secrets.token_hex(8), **self._own_settings()}
+        settings = json.loads(json.dumps({"number of ranks": self.size, **self.settings}))
+        own = plain({"node": node_name(), "process": secrets.token_hex(8), "settings": settings})
         is_mistake = False
         try:
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                store = self._agents_store()
-            else:
-                store = self._open(own) if self.rank == 0 else self._enter(own)
-            post(store, _connected(self.rank), own)
+            store = self._open() if self.rank == 0 and not _agent_holds_store() else self._enter()
             # Rank 0 alone decides, and tells the others: if each rank decided by its own clock, some would train while
             # others have given up.
-            problem, is_mistake = self._wait_for_all(store) if self.rank == 0 else self._wait_for_outcome(store)
+            if self.rank == 0:
+                post(store, _connected(0), own)
+                problem, is_mistake = self._wait_for_all(store)
+            else:
+                self._join(store, own)
+                problem, is_mistake = self._wait_for_outcome(store)
         except RuntimeError:
             problem = f"rank 0 at {self._where} has ended; see its messages, or check its node"
         finally:
-            if self._door is not None:
-                self._door.close()
+            if self.listener is not None:
+                self.listener.close()
                 remove_token(self.start, self._folders)
         if is_mistake:
             raise InputError(problem)
@@ -151,9 +155,6 @@ class Rendezvous:
             signals.raise_if_stopped("while ranks connected")
             raise RendezvousError(problem)
         return store
-
-    def _own_settings(self) -> dict[str, Any]:
-        return {"settings": json.loads(json.dumps({"number of ranks": self.size, **self.settings}))}
 
     def _check_host(self) -> None:
         try:
@@ -166,38 +167,19 @@ class Rendezvous:
                 f"{name}; add it to DNS or /etc/hosts, or export MASTER_ADDR=its address"
             ) from None
 
-    def _agents_store(self) -> dist.Store:
-        """Connect to the store of torchrun's agent, which takes everybody and has no token."""
-        while True:
-            try:
-                store = self._client(self.ports[0])
-                break
-            except (OSError, RuntimeError) as error:
-                self._wait_for_rank_0([reason_of(error)])
-        set_key(key_of("", self.start))
-        # The store still has the keys of the ranks that the agent has started before.
-        return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-
-    def _open(self, own: dict[str, Any]) -> dist.Store:
-        """Host the store at a port that the system chooses, and open the door to it."""
-        listener = self.listener or self._listen()
-        self.ports = [listener.getsockname()[1]]
-        token = find_token(self.start, ()) or write_token(self.start, self._folders)
-        self._admit(own)
-        inside, name = listen(self.host, 0), secrets.token_hex(8)
-        port, timeout = inside.getsockname()[1], timedelta(seconds=self.timeout_seconds)
+    def _open(self) -> dist.Store:
+        """Host the store at a port that the system chooses, and listen for ranks that ask for it."""
+        self.listener = self.listener or self._listen()
+        self.ports = [self.listener.getsockname()[1]]
+        set_key(find_token(self.start, ()) or write_token(self.start, self._folders), self.start)
+        inside, timeout = listen(self.host, 0), timedelta(seconds=self.timeout_seconds)
+        inside_port = inside.getsockname()[1]
+        self._message = signed(_STORE, inside_port).encode()
         # `wait_for_workers` would name no rank that is missing; `_wait_for_all` does.
         store = dist.TCPStore(
-            LOOPBACK, port, None, True, timeout, wait_for_workers=False, master_listen_fd=inside.detach()
+            LOOPBACK, inside_port, None, True, timeout, wait_for_workers=False, master_listen_fd=inside.detach()
         )
-        set_key(key_of(token, self.start, name))
-
-        def admit(message: dict[str, Any]) -> dict[str, Any]:
-            self._admit(message)
-            return {"problem": self._mistake, "port": port, "name": name}
-
-        self._door = Door(listener, key_of(token, self.start), admit)
-        return dist.PrefixStore(name, store)
+        return _own_part(store)
 
     def _listen(self) -> socket.socket:
         """Listen on the first port that is free. Of several, one may soon be: others meet there and leave."""
@@ -218,42 +200,68 @@ class Rendezvous:
                 )
             time.sleep(_POLL_SECONDS)
 
-    def _admit(self, theirs: dict[str, Any]) -> None:
-        """Note a rank that has connected, and if it is no part of what rank 0 has started, why."""
-        rank, node, first = theirs["rank"], theirs["node"], self._arrived.get(0, theirs)
-        known = self._arrived.setdefault(rank, theirs)
-        different = differences(theirs["settings"], first["settings"])
-        if known["process"] != theirs["process"]:
-            self._mistake = plain(f"two processes are rank {rank}, on {known['node']} and {node}; start each once")
-        elif different:
-            self._mistake = plain(
-                f"rank {rank} on {node} was started otherwise than rank 0: {different}; start all ranks of a step by"
-                " the same command"
-            )
+    def _answer(self) -> None:
+        """Tell those who connect in the next moment where the store is."""
+        if self.listener is None:  # torchrun's agent holds the store.
+            time.sleep(_POLL_SECONDS)
+            return
+        end = time.monotonic() + _POLL_SECONDS
+        while (left := end - time.monotonic()) > 0:
+            self.listener.settimeout(left)
+            with suppress(OSError):  # Nobody came, or has gone again.
+                connection, _ = self.listener.accept()
+                with connection:
+                    connection.sendall(self._message)
 
-    def _enter(self, own: dict[str, Any]) -> dist.Store:
-        """Knock at rank 0's ports until it opens, and connect to its store."""
+    def _enter(self) -> dist.Store:
+        """Ask at rank 0's ports for its store until it answers, and connect to it.
+
+        The store of torchrun's agent is at the port itself; it takes everybody, and there is no token.
+        """
         while True:
+            token = "" if _agent_holds_store() else find_token(self.start, self._folders)
             reasons = []
-            if token := find_token(self.start, self._folders):
+            if token is None:
+                places = ", ".join(map(str, self._folders))
+                reasons = [f"it has left no file .ranks-{self.start} of this user's in {places}"]
+            else:
+                set_key(token, self.start)
                 for port in self.ports:
                     try:
-                        return self._knock(port, token, own)
-                    except (OSError, RuntimeError) as error:
+                        return _own_part(self._client(port if _agent_holds_store() else self._ask(port)))
+                    except (OSError, RuntimeError, StrangerError) as error:
                         reasons.append(reason_of(error))
                     if self._is_over:  # A node or a stranger that is silent takes seconds for each port.
                         break
-            else:
-                places = ", ".join(map(str, self._folders))
-                reasons = [f"it has left no file .ranks-{self.start} of this user's in {places}"]
             self._wait_for_rank_0(reasons)
 
-    def _knock(self, port: int, token: str, own: dict[str, Any]) -> dist.Store:
-        answer = knock((self.host, port), key_of(token, self.start), own)
-        if answer["problem"]:
-            raise InputError(answer["problem"])
-        set_key(key_of(token, self.start, answer["name"]))
-        return dist.PrefixStore(answer["name"], self._client(answer["port"]))
+    def _ask(self, port: int) -> int:
+        """Return the port of rank 0's store, of which it tells at another port.
+
+        Raises:
+            StrangerError: someone else listens there.
+            OSError: nobody listens there, or whoever does is silent.
+        """
+        with socket.create_connection((self.host, port), timeout=_ATTEMPT_SECONDS) as connection:
+            # The message comes in one piece; if not, rank 0 is asked again.
+            return verified(_STORE, connection.recv(_MESSAGE_BYTES))
+
+    def _join(self, store: dist.Store, own: dict[str, Any]) -> None:
+        """Tell rank 0 that this rank has connected; raise InputError if it is no part of what rank 0 has started."""
+        while not store.check([_connected(0)]):
+            self._wait_for_rank_0(["it has not connected"])
+        mistake, own_key = "", _connected(self.rank)
+        if different := differences(own["settings"], read(store, _connected(0))["settings"]):
+            mistake = (
+                f"rank {self.rank} on {own['node']} was started otherwise than rank 0: {different}; start all ranks of"
+                " a step by the same command"
+            )
+        elif store.compare_set(own_key, "", signed(own_key, own)) != signed(own_key, own).encode():
+            other = read(store, own_key)["node"]
+            mistake = f"two processes are rank {self.rank}, on {other} and {own['node']}; start each once"
+        if mistake:
+            post(store, _MISTAKE, mistake)
+            raise InputError(mistake)
 
     def _client(self, port: int) -> dist.TCPStore:
         """Connect to a store. PyTorch would fill the log with its attempts."""
@@ -290,25 +298,22 @@ class Rendezvous:
         """
         keys = [_connected(rank) for rank in range(self.size)]
         problem = ""
-        while not (problem or self._mistake or store.check(keys)):
-            time.sleep(_POLL_SECONDS)
+        while not (problem or store.check([_MISTAKE]) or store.check(keys)):
+            self._answer()
             is_over = self._is_over
             if not is_over and (self._noticed or self._waited < NOTICE_SECONDS):
                 continue
             missing = self._missing(store)
             if missing and is_over:
-                strangers = self._door.refused if self._door is not None else 0
                 problem = (
                     f"{missing} did not connect to rank 0 at {self._where} within {self.timeout_seconds:g} s;"
                     " see their messages, or check their nodes and firewalls between nodes"
-                ) + (f" ({strangers} connections without the token of this start were refused)" if strangers else "")
+                )
             elif missing:
                 print_above_bars(f"rank 0 waits for {missing} to connect to {self._where}")
                 self._noticed = True
-        if not problem and self._door is None:  # Ranks that torchrun has started are seen here first.
-            for key in keys:
-                self._admit(read(store, key))
-        outcome = self._mistake or problem, bool(self._mistake)
+        is_mistake = store.check([_MISTAKE])
+        outcome = read(store, _MISTAKE) if is_mistake else problem, is_mistake
         post(store, _OUTCOME, outcome)
         if outcome[0]:
             time.sleep(_LINGER_SECONDS)  # The store ends with this process; first the others read this.
@@ -357,8 +362,21 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
 
 
 def _connected(rank: int) -> str:
-    """Return the key of the node of a rank that has connected."""
+    """Return the key of what a rank that has connected tells of itself."""
     return f"rendezvous/{rank}"
+
+
+def _own_part(store: dist.Store) -> dist.Store:
+    """Return the part of a store whose name only the ranks of this start know.
+
+    The store of torchrun's agent still has the keys of the ranks that the agent has started before.
+    """
+    return dist.PrefixStore(signature("store", os.environ.get("TORCHELASTIC_RESTART_COUNT", "")), store)
+
+
+def _agent_holds_store() -> bool:
+    """Return whether the agent of torchrun holds the store in place of rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def reason_of(error: Exception) -> str:

@@ -17,13 +17,13 @@ from lightning.pytorch.plugins.environments import LightningEnvironment, TorchEl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from data_module.errors import InputError
-from pipeline.compat.lightning import SingleStreamDDP
+from pipeline.compat.lightning import SingleStreamDDP, precision_plugin
 from pipeline.runtime import signals
 from pipeline.runtime.console import RendezvousError
-from pipeline.runtime.devices import best_precision, device_indices, missing_gpu, precision_plugin, sees_own_gpu_only
-from pipeline.runtime.door import RANKS_TOKEN
+from pipeline.runtime.devices import best_precision, device_indices, missing_gpu, sees_own_gpu_only
 from pipeline.runtime.launch import JobStep, known_nodes, main_address, main_ports, node_name
 from pipeline.runtime.rank_messages import value_of_each_rank
+from pipeline.runtime.ranks_token import RANKS_TOKEN
 from pipeline.runtime.rendezvous import Rendezvous, listen, reason_of, use_loopback
 from pipeline.training.graceful_stop import MARGIN_SECONDS
 

@@ -29,10 +29,9 @@ from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import TranslationModule
 from pipeline.benchmark.train import PeakMemory
 from pipeline.checkpointing.callback import EMA
-from pipeline.compat.lightning import SingleStreamDDP
+from pipeline.compat.lightning import SingleStreamDDP, precision_plugin
 from pipeline.monitoring.training_monitor import TrainingMonitor
 from pipeline.runtime.backend import choose_backend
-from pipeline.runtime.devices import precision_plugin
 from pipeline.training.memory_probe import MemoryProbe
 from tests.compilations import Compilations
 from tests.conftest import ALONE

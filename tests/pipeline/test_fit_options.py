@@ -13,10 +13,10 @@ from lightning.pytorch.profilers import SimpleProfiler
 
 from data_module.errors import InputError
 from pipeline.commands.doctor import load_context
-from pipeline.compat.lightning import SingleStreamDDP
+from pipeline.compat.lightning import SingleStreamDDP, precision_plugin
 from pipeline.config.settings import max_seconds
 from pipeline.runtime.console import lightning_noise_restored, quiet_lightning
-from pipeline.runtime.devices import allow_tf32, best_precision, precision_plugin
+from pipeline.runtime.devices import allow_tf32, best_precision
 from pipeline.runtime.launch import JobStep
 from pipeline.training.checks import check_machine, check_recipe
 from pipeline.training.fit import fit

@@ -18,9 +18,10 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from pipeline.__main__ import main
 from pipeline.runtime import rendezvous, signals
 from pipeline.runtime.console import RendezvousError
-from pipeline.runtime.door import RANKS_TOKEN, Door, key_of
 from pipeline.runtime.launch import RANKS_MISSING
-from pipeline.runtime.rendezvous import Rendezvous, patience_seconds
+from pipeline.runtime.rank_messages import set_key, signed
+from pipeline.runtime.ranks_token import RANKS_TOKEN
+from pipeline.runtime.rendezvous import _STORE, Rendezvous, _own_part, patience_seconds
 from pipeline.training.trainer import ConnectedDDP
 from tests.conftest import pipeline
 
@@ -89,20 +90,24 @@ def test_rank_0_is_missing(port: int, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_rank_0_ends_before_all_have_met(port: int) -> None:
+    set_key(TOKEN, "")
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    answer = {"problem": "", "port": store.port, "name": "name"}
-    door = Door(socket.create_server((HOST, port)), key_of(TOKEN, ""), lambda message: answer)
+    part = _own_part(store)
+    part.set("rendezvous/0", signed("rendezvous/0", {"settings": {"number of ranks": 2}}))
 
     def end() -> None:
-        nonlocal store
-        store.wait(["name/rendezvous/1"])
-        del store
+        nonlocal store, part
+        with socket.create_server((HOST, port)) as listener:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(signed(_STORE, store.port).encode())
+        part.wait(["rendezvous/1"])
+        del store, part
 
     ending = threading.Thread(target=end)
     ending.start()
     [found] = outcomes(port, 2, [1], timeout_seconds=60)
     ending.join()
-    door.close()
     assert found == f"rank 0 at {HOST}:{port} has ended; see its messages, or check its node"
 
 

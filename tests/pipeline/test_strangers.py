@@ -1,4 +1,4 @@
-"""Who is let in: the ranks of one start, whoever else knocks or listens, and in whatever order they arrive."""
+"""The ranks of one start meet, whoever else connects or listens, and in whatever order they arrive."""
 
 import itertools
 import json
@@ -7,7 +7,8 @@ import os
 import socket
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -15,11 +16,11 @@ import pytest
 import torch.distributed as dist
 
 from data_module.errors import InputError
-from pipeline.runtime import door, rendezvous
+from pipeline.runtime import rendezvous
 from pipeline.runtime.console import RendezvousError
-from pipeline.runtime.door import RANKS_TOKEN, Door, StrangerError, find_token, key_of, knock, remove_token, write_token
-from pipeline.runtime.rank_messages import post, read, set_key
-from pipeline.runtime.rendezvous import Rendezvous
+from pipeline.runtime.rank_messages import StrangerError, post, read, set_key, verified
+from pipeline.runtime.ranks_token import RANKS_TOKEN, find_token, remove_token, write_token
+from pipeline.runtime.rendezvous import _STORE, Rendezvous
 
 HOST = "127.0.0.1"
 FORK = multiprocessing.get_context("fork")
@@ -151,93 +152,72 @@ def test_a_rank_that_was_started_otherwise_ends_all(
         assert lines.pop().startswith(f"InputError: {line}")
 
 
-KEY = key_of("a" * 64, "7.0.0")
+def meet_in_threads(ports: list[int], listener: socket.socket | None = None) -> list[dist.Store]:
+    """Let ranks 1 and 0 meet; return their stores."""
+    stores: list[dist.Store] = []
+    meetings = [Rendezvous(HOST, ports, rank, 2, PATIENCE_SECONDS, start="7.0.0") for rank in (1, 0)]
+    meetings[1].listener = listener
+    threads = [threading.Thread(target=lambda one=one: stores.append(one.connect()), daemon=True) for one in meetings]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return stores
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        [],
-        [b"\n"],
-        [b"GET / HTTP/1.1\r\n\r\n"],
-        [b"[" * 200 + b"\n"],
-        [b'{"number": 1}\n', b"1" * 100],
-        [b'{"number": 1}\n', b"[" * 100_000 + b"\n", b""],
-        [b'{"number": 1}\n', b'{"message": "1", "proof": 1}\n', b""],
-    ],
-)
-def test_a_stranger_is_refused_and_the_rank_waited_for(sent: list[bytes]) -> None:
-    admitted = []
-    listener = socket.create_server((HOST, 0))
+def test_strangers_that_connect_to_rank_0_do_not_keep_it_from_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They send anything, or nothing, before it answers, and stay. They hear what only ranks of the start believe."""
+    monkeypatch.setenv(RANKS_TOKEN, "a" * 64)
+    listener = socket.create_server((HOST, 0), backlog=500)
     port = listener.getsockname()[1]
-    opened = Door(listener, KEY, lambda message: admitted.append(message) or "welcome")
-    with socket.create_connection((HOST, port)) as stranger:  # It stays, and sends no more.
-        for number, part in enumerate(sent):
-            if number > 0:
-                stranger.recv(1 << 16)
-            stranger.sendall(part)
-        assert knock((HOST, port), KEY, "rank 1") == "welcome"
-        with pytest.raises(StrangerError):
-            knock((HOST, port), key_of("a" * 64, "7.1.0"), "rank 1 of another step")
-    opened.close()
-    assert admitted == ["rank 1"]
-    assert opened.refused >= 1
-
-
-def test_the_door_stays_open_where_no_thread_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when strangers come in hundreds."""
-    listener = socket.create_server((HOST, 0))
-    address = listener.getsockname()
-    opened, start, failures = Door(listener, KEY, lambda _: "welcome"), threading.Thread.start, iter([1])
-
-    def fail_once(thread: threading.Thread) -> None:
-        if next(failures, None):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", fail_once)
+    with ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection((HOST, port))) for _ in range(300)]
+        for number, sent in enumerate((b"\n", b"GET / HTTP/1.1\r\n\r\n", b"[" * 100_000, b"x" * (1 << 22))):
+            strangers[number].setblocking(False)
+            strangers[number].send(sent)
+        strangers[5].close()
+        assert len(meet_in_threads([port], listener)) == 2
+        heard = strangers[6].recv(1000)
+    set_key("b" * 64, "7.0.0")
     with pytest.raises(StrangerError):
-        knock(address, KEY, "rank 1")
-    assert knock(address, KEY, "rank 1") == "welcome"
-    opened.close()
+        verified(_STORE, heard)
 
 
 def test_a_rank_goes_past_strangers_that_listen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's store, which takes everybody, and a program that repeats what it is told."""
+    """PyTorch's store, which says nothing, a program that greets, and one that repeats what rank 0 tells."""
     monkeypatch.setenv(RANKS_TOKEN, "a" * 64)
     monkeypatch.setattr(rendezvous, "_POLL_STRANGERS_SECONDS", 0.01)
-    monkeypatch.setattr(door, "_SECONDS", 0.5)  # until a stranger that says nothing is given up
-    ports = free_ports(3)
+    monkeypatch.setattr(rendezvous, "_ATTEMPT_SECONDS", 0.5)  # until a stranger that says nothing is given up
+    ports = free_ports(4)
     store = dist.TCPStore(HOST, ports[0], is_master=True, wait_for_workers=False)
-    parrot = socket.create_server((HOST, ports[1]))
-
-    def repeat() -> None:
-        connection, _ = parrot.accept()
-        with connection:
-            connection.sendall(connection.recv(1 << 16))
-            heard.append(connection.recv(1 << 16))
-
+    repeated: list[bytes] = []
     heard: list[bytes] = []
-    stores = []
-    threads = [threading.Thread(target=repeat, daemon=True)]
-    for rank in (1, 0):
-        meeting = Rendezvous(HOST, ports, rank, 2, PATIENCE_SECONDS, start="7.0.0")
-        threads.append(threading.Thread(target=lambda meeting=meeting: stores.append(meeting.connect())))
-    for thread in threads:
-        thread.start()
-    for thread in threads[1:]:
-        thread.join()
-    assert len(stores) == 2
+
+    def repeat() -> bytes:
+        with suppress(ConnectionError), socket.create_connection((HOST, ports[3])) as connection:
+            repeated.append(connection.recv(1000))
+        return repeated[-1] if repeated else b"?"
+
+    def stand_in(server: socket.socket, message: Callable[[], bytes]) -> None:
+        while True:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(message())
+                heard.append(connection.recv(1 << 16))
+
+    for port, message in ((ports[1], lambda: b"220 mail server"), (ports[2], repeat)):
+        server = socket.create_server((HOST, port))
+        threading.Thread(target=stand_in, args=(server, message), daemon=True).start()
+    assert len(meet_in_threads(ports)) == 2
     assert not store.check(["rendezvous/1"])
-    threads[0].join()
-    assert heard == [b""]  # A rank tells nothing of itself before the other has proven that it has the token.
-    parrot.close()
+    assert repeated
+    assert set(heard) == {b""}  # A rank tells strangers nothing.
 
 
 def test_a_value_that_no_rank_has_stored_is_refused() -> None:
     """Whoever finds the port of the store may write to it; what ranks have stored is printed without escapes."""
     store = dist.HashStore()
-    set_key(KEY)
+    set_key("a" * 64, "7.0.0")
     post(store, "one", {"text": "\x1b[2J" + "x" * 5000})
     assert read(store, "one") == {"text": "\\x1b[2J" + "x" * 1996}
     store.set("another", store.get("one"))
@@ -291,13 +271,7 @@ def test_ranks_of_one_machine_need_no_home_that_can_be_written(tmp_path: Path, m
     monkeypatch.setenv("HOME", "/proc")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.chdir("/proc")
-    ports, stores = free_ports(1), []
-    meetings = [Rendezvous(HOST, ports, rank, 2, PATIENCE_SECONDS, start="7.0.0") for rank in (0, 1)]
-    threads = [threading.Thread(target=lambda one=one: stores.append(one.connect()), daemon=True) for one in meetings]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(stores) == 2
+    ports = free_ports(1)
+    assert len(meet_in_threads(ports)) == 2
     assert not list(tmp_path.iterdir())
     assert tmp_path not in Rendezvous("localhost", ports, 0, 2, PATIENCE_SECONDS)._folders
