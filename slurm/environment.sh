@@ -152,37 +152,30 @@ train() {
     # Where PyTorch dumps a rank's last collectives when NCCL hangs. The other defaults of its watchdog are right.
     export TORCH_FR_DUMP_TEMP_FILE=$PWD/nccl-$SLURM_JOB_ID-rank-
 
-    local code
+    local code command
     watch_first_node
-    # Check the job and the recipe first. A mistake that doctor reports would recur, so the job is not requeued. Missing
-    # ranks (exit code 69) may be there at the next start.
-    while true; do
-        step doctor --config "$@"
-        code=$?
-        [[ $code -ne 0 ]] || break
-        if [[ -e $MISTAKE_FILE || ($code -ne 69 && $code -lt 128) ]]; then
-            rm -f "$MISTAKE_FILE" "$FAILURES_FILE"
-            say "doctor has reported errors (WRONG) above; not requeued"
-            exit 2
-        fi
-        restart_here "$code" || hand_back "$code"
+    # Check the job and the recipe first.
+    for command in doctor fit; do
+        while true; do
+            count_from_here
+            step "$command" --config "$@"
+            code=$?
+            [[ $code -ne 0 ]] || break
+            exit_after_mistake "$command" "$code"
+            restart_here "$code" || hand_back "$code"
+        done
     done
+    rm -f "$FAILURES_FILE"
+    exit 0
+}
 
-    while true; do
-        count_from_here
-        step fit --config "$@"
-        code=$?
-        if [[ $code -eq 0 ]]; then
-            rm -f "$FAILURES_FILE"
-            exit 0
-        fi
-        if [[ $code -eq 2 || -e $MISTAKE_FILE ]]; then
-            rm -f "$MISTAKE_FILE" "$FAILURES_FILE"
-            say "ended by the error above; not requeued"
-            exit 2
-        fi
-        restart_here "$code" || hand_back "$code"
-    done
+# Exit if a command has ended by a mistake of the user, which would recur: exit_after_mistake COMMAND EXIT_CODE. Other exit
+# codes of doctor than 69 (missing ranks) and those of signals are that it has found something.
+exit_after_mistake() {
+    [[ -e $MISTAKE_FILE || $2 -eq 2 || ($1 == doctor && $2 -ne 69 && $2 -lt 128) ]] || return 0
+    rm -f "$MISTAKE_FILE" "$FAILURES_FILE"
+    say "ended by the error above; not requeued"
+    exit 2
 }
 
 # Translate a text together with the other tasks of an array, then exit: translate CHECKPOINT [ARGUMENT ...]
@@ -193,10 +186,8 @@ translate() {
     GOAL="the first shard was written"
     step translate "$@"
     local code=$?
-    if [[ $code -eq 0 || $code -eq 2 || -e $MISTAKE_FILE ]]; then
-        rm -f "$MISTAKE_FILE" "$FAILURES_FILE"
-        exit "$code"
-    fi
+    [[ $code -ne 0 ]] || { rm -f "$FAILURES_FILE" && exit 0; }
+    exit_after_mistake translate "$code"
     # A preempted task ends by SIGTERM, and it is alone in its step.
     [[ $code -ne 143 ]] || code=75
     hand_back "$code"

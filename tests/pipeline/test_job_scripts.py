@@ -190,7 +190,7 @@ def test_what_becomes_of_a_training_job(
     [
         ("exit 0", {}, 0, "", None),
         ("exit 2", {}, 2, "", None),
-        (f"{MISTAKE} 137", {}, 137, "", None),
+        (f"{MISTAKE} 137", {}, 2, "", None),
         ("exit 75", {}, 75, "requeue 5_3", "0"),
         ("exit 143", {}, 75, "requeue 5_3", "0"),  # preempted
         ("exit 137", {}, 137, "requeue 5_3", "1"),
