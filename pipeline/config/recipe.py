@@ -177,7 +177,7 @@ def _checked(values: dict[str, Any], places: dict[str, str], mistakes: list[str]
     """Return the recipe; raise InputError that names `mistakes` and all that are found."""
     _remove_old_keys(values, places)
     refused = {f"trainer.{key}": why for key, why in RESERVED_KEYS.items()}
-    check = Checker(places, refused | REMOVED_KEYS)
+    check = Checker(places, refused)
     recipe = check.dataclass(values, Recipe, "")
     check.mistakes += _unregistered_names(values, places)
     if isinstance(values.get("trainer"), dict):
@@ -191,14 +191,6 @@ def _checked(values: dict[str, Any], places: dict[str, str], mistakes: list[str]
     return recipe
 
 
-REMOVED_KEYS = {
-    "batches.group_tokens": "batches are no longer divided into groups; remove the key",
-    **dict.fromkeys(
-        ("trainer.limit_test_batches", "trainer.limit_predict_batches", "trainer.benchmark", "trainer.sync_batchnorm"),
-        "it has no effect; remove the key",
-    ),
-}
-"""Keys of earlier revisions, each with what to do."""
 OLD_KEYS = {"run.cuda_graphs": "steps run kernel by kernel"}
 """Keys of version 1.0.0 that have no effect any more, each with what happens instead. All of 1.x accepts them."""
 
