@@ -230,14 +230,14 @@ class EMA(WeightAveragingBase):
         """Create the average on the device and in the precision that the weights will have."""
         self._device = trainer.strategy.root_device
         super().setup(trainer, pl_module, stage)
-        trainer.precision_plugin.convert_module(self.averaged_module)
+        trainer.precision_plugin.convert_module(self.average.module)
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Update the average; the first update copies the weights."""
         if trainer.global_step <= self.latest_update_step:
             return
-        average: list[Tensor] = list(self.averaged_module.parameters())
+        average: list[Tensor] = list(self.average.module.parameters())
         weights: list[Tensor] = list(pl_module.parameters())
         if self.latest_update_step == 0:
             copy_all(average, weights)

@@ -47,7 +47,7 @@ def start_compile_workers() -> None:
 
     Public: none; they start with the first kernel. Seen in 2.11 to 2.13.
     """
-    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.async_compile import AsyncCompile  # Inductor takes a second to import.
 
     AsyncCompile.warm_pool()
 
@@ -57,7 +57,7 @@ def default_compiler_cache() -> str:
 
     Public: none; after the import, the variable does not tell who set it. Seen in 2.11 to 2.13.
     """
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # as above
 
     return default_cache_dir()
 
@@ -67,13 +67,13 @@ def save_programs(file: BinaryIO, programs: dict[str, Any], extra_files: dict[st
 
     Public: `torch.export.save`, which takes one program. Seen in 2.11 to 2.13.
     """
-    from torch.export.pt2_archive._package import package_pt2
+    from torch.export.pt2_archive._package import package_pt2  # Training needs none of it.
 
     package_pt2(file, exported_programs=programs, extra_files=extra_files)
 
 
 def load_programs(path: Path) -> dict[str, Any]:
     """Read what `save_programs` wrote. Public: `torch.export.load`, for one program. Seen in 2.11 to 2.13."""
-    from torch.export.pt2_archive._package import load_pt2
+    from torch.export.pt2_archive._package import load_pt2  # as above
 
     return load_pt2(str(path)).exported_programs

@@ -13,7 +13,7 @@ import torch
 
 from data_module.errors import InputError
 from model.backend import PYTORCH_SEARCH, Backend, Search
-from model.fast import compiled_attention, compiled_loss, packed_linear
+from model.fast import compiled_attention, compiled_loss, packed_linear, triton_check
 from model.fast import compiled_search as search_program
 from model.fast.compilation import CompiledForward
 from model.loss import PYTORCH_LOSS
@@ -46,16 +46,11 @@ def choose_backend(
     Raises:
         InputError: the machine cannot run what is requested.
     """
-    on_gpu = _on_gpu(options)
     precision = str(options["precision"])
     notes: list[str] = []
     parts: dict[str, Any] = {"attention": PLAIN_ATTENTION, "loss": PYTORCH_LOSS, "search": PYTORCH_SEARCH}
     if kernels == "triton":
-        _require_triton(options, network, on_gpu)
-        from model.fast.triton_attention import TRITON_ATTENTION
-        from model.fast.triton_loss import TRITON_LOSS
-
-        parts |= {"attention": TRITON_ATTENTION, "loss": TRITON_LOSS}
+        parts |= _triton_parts(options, network)
     elif flash_takes(options, network):
         parts["attention"] = FLASH_ATTENTION
     elif options["accelerator"] == "cpu" and kernels is None:
@@ -94,42 +89,44 @@ def _compiled_attention_takes(network: NetworkSettings) -> bool:
     return takes_heads and not network.attention_dropout and network.self_attention == NetworkSettings.self_attention
 
 
-def _require_triton(options: dict[str, Any], network: NetworkSettings, on_gpu: bool) -> None:
-    """Raise InputError if Triton's attention and loss cannot run here."""
-    obstacle = _obstacle_to_triton(options, network) if on_gpu else "they need a GPU"
-    if obstacle is not None:
-        instead = "PyTorch's" if on_gpu else "the compiled attention and loss"
-        raise InputError(
-            f"run.kernels triton: Triton's attention and loss cannot run: {obstacle}; set it to null to train with"
-            f" {instead}"
-        )
+def _triton_parts(options: dict[str, Any], network: NetworkSettings) -> dict[str, Any]:
+    """Return Triton's attention and loss; raise InputError if they cannot run on this process's device."""
+    on_gpu = _on_gpu(options)
+    obstacle = _obstacle_to_triton(_own_device(options), network) if on_gpu else "they need a GPU"
+    if obstacle is None:
+        try:
+            # Triton comes with PyTorch for GPUs only.
+            from model.fast import triton_attention, triton_loss
+        except ImportError as error:
+            obstacle = f"Triton is not installed or does not work ({error})"
+        else:
+            dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(str(options["precision"]))
+            heads = network.num_heads, network.key_size, network.value_size
+            # The processes of a node would otherwise all take memory of its first GPU.
+            with torch.cuda.device(_own_device(options)):
+                obstacle = triton_check.failure(dtype or torch.float32, *heads)
+    if obstacle is None:
+        return {"attention": triton_attention.TRITON_ATTENTION, "loss": triton_loss.TRITON_LOSS}
+    instead = "PyTorch's" if on_gpu else "the compiled attention and loss"
+    raise InputError(
+        f"run.kernels triton: Triton's attention and loss cannot run: {obstacle}; set it to null to train with"
+        f" {instead}"
+    )
 
 
-def _obstacle_to_triton(options: dict[str, Any], network: NetworkSettings) -> str | None:
-    """Return why Triton's kernels cannot run on this process's GPU; None if they can."""
+def _obstacle_to_triton(device: int, network: NetworkSettings) -> str | None:
+    """Return why Triton's kernels cannot run on a GPU, as far as that is known without them; None if they can."""
     if network.self_attention != NetworkSettings.self_attention:
         return f"they do not compute network.self_attention {network.self_attention}"
-    device = _own_device(options)
+    if not triton_check.can_run(network.key_size, network.value_size):
+        return f"they do not take heads with d_k {network.key_size} and d_v {network.value_size}"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return (
             f"they need a GPU of compute capability 8.0, and {torch.cuda.get_device_name(device)} has {major}.{minor}"
         )
-    if missing := missing_compiler(on_gpu=True):
-        return f"Triton {missing}"
-    try:
-        import triton  # noqa: F401
-
-        from model.fast import triton_check
-    except ImportError as error:
-        return f"Triton is not installed or does not work ({error})"
-    d_k, d_v = network.key_size, network.value_size
-    if not triton_check.can_run(d_k, d_v):
-        return f"they do not take heads with d_k {d_k} and d_v {d_v}"
-    dtypes = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-    dtype = dtypes.get(str(options["precision"]), torch.float32)
-    with torch.cuda.device(device):  # The processes of a node would otherwise all take memory of its first GPU.
-        return triton_check.failure(dtype, network.num_heads, d_k, d_v)
+    missing = missing_compiler(on_gpu=True)
+    return f"Triton {missing}" if missing else None
 
 
 def _own_device(options: dict[str, Any]) -> int:

@@ -20,6 +20,7 @@ from typing import Generic, NamedTuple, TypeVar
 from data_module.errors import InputError
 from data_module.files import FileLock, atomic_file, open_in_place, private_folder
 from data_module.worker_processes import signals_blocked
+from pipeline.compat.pytorch import default_compiler_cache, start_compile_workers
 from pipeline.runtime.console import say
 
 Loaded = TypeVar("Loaded")
@@ -219,8 +220,6 @@ def keep_compiled_code() -> None:
 
     Raises InputError if there is no safe folder.
     """
-    from pipeline.compat.pytorch import default_compiler_cache
-
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR", "") not in ("", default_compiler_cache()):
         return
     try:
@@ -236,8 +235,6 @@ def start_compiler() -> None:
 
     A process killed by a signal would never return its kernel, and a run that has to save and stop would wait for it.
     """
-    from pipeline.compat.pytorch import start_compile_workers
-
     keep_compiled_code()
     with signals_blocked():
         start_compile_workers()

@@ -1,7 +1,6 @@
 """What the program says: messages on standard error, mistakes in one line, hidden warnings, and UTF-8 streams."""
 
 import codecs
-import gzip
 import locale
 import logging
 import os
@@ -9,7 +8,6 @@ import stat
 import sys
 import tempfile
 import warnings
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import UnsupportedOperation
@@ -118,11 +116,8 @@ def user_message(error: Exception) -> str | None:
     if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith(("data_module", "model", "pipeline")):
         clone, wheel = "use .venv/bin/python, which make .venv/installed sets up", "install the wheel with its packages"
         return f"{sys.executable} has no {error.name}; {clone if IN_CLONE else wheel}"
-    name = getattr(error, "filename", None)
-    if isinstance(error, OSError) and name:
-        return f"{name}: {error.strerror or error}; check that path, or give another"
-    if isinstance(error, (gzip.BadGzipFile, EOFError, zlib.error)):
-        return f"{name or 'the input'}: {error}; copy it again"
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror or error}; check that path, or give another"
     return None
 
 
