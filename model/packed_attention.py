@@ -180,7 +180,6 @@ def split_inputs(inputs: list[Tensor], size: int) -> tuple[Tensor, Tensor, Tenso
     return inputs[0], key, value
 
 
-@torch.autocast("cpu", enabled=False)  # It would round to 16 bits again what is computed in float32.
 def attend_in_groups(
     attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
     inputs: list[Tensor],
@@ -215,16 +214,18 @@ def attend_in_groups(
         moved = _Move.apply(x, side.tokens, side.cells, None).to(compute_dtype)
         *by_group, _ = moved.split([*map(operator.mul, counts, lengths), 1])
         cells.append(by_group)
-    results = []
-    for group, *own in zip(padded.groups, *cells, strict=True):
-        sentences = [x.unflatten(0, (group.num_sentences, -1)) for x in own]
-        query, key, value = (
-            x.unflatten(2, (num_heads, -1)).transpose(1, 2) for x in split_inputs(sentences, num_heads * d_k)
-        )
-        heads = attend(query, key, value, group.bias)
-        results.append(heads.transpose(1, 2).flatten(0, 1).flatten(1).to(dtype))
     width = inputs[-1].size(1) - (2 if len(inputs) == 1 else 1) * num_heads * d_k
-    result = torch.cat([*results, inputs[0].new_zeros(1, width)])
+    results = []
+    # Autocast would round to 16 bits again what is computed in float32.
+    with torch.autocast("cpu", enabled=False):
+        for group, *own in zip(padded.groups, *cells, strict=True):
+            sentences = [x.unflatten(0, (group.num_sentences, -1)) for x in own]
+            query, key, value = (
+                x.unflatten(2, (num_heads, -1)).transpose(1, 2) for x in split_inputs(sentences, num_heads * d_k)
+            )
+            heads = attend(query, key, value, group.bias)
+            results.append(heads.transpose(1, 2).flatten(0, 1).flatten(1).to(dtype))
+        result = torch.cat([*results, inputs[0].new_zeros(1, width)])
     return _Move.apply(result, padded.queries.cells, padded.queries.tokens, padded.queries.is_filler)
 
 

@@ -5,6 +5,7 @@ gradients once per step. The loss is a sum over target tokens, divided by the nu
 batch. The gradient therefore does not depend on the number of ranks and micro-batches.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -79,18 +80,23 @@ class TranslationModule(LightningModule):
         # PyTorch prefers them to its flash kernel on some GPUs, and cuDNN plans them again for every batch shape.
         torch.backends.cuda.enable_cudnn_sdp(False)
 
-    def states(self, batch: PackedBatch | PaddedBatch) -> Tensor:
-        """Return the decoder's states: [M, D] of a packed batch, [B, T, D] of a padded one."""
+    def states(self, batch: PackedBatch | PaddedBatch, passes: int = 1) -> Tensor:
+        """Return the decoder's states: [M, D] of a packed batch, [B, T, D] of a padded one.
+
+        Those of several passes, each with other dropout, are stacked: [passes, ...].
+        """
         if isinstance(batch, PaddedBatch):
-            return PaddedTransformer(self.network)(batch.source, batch.target_input, batch.source_mask)
-        device = self.network.embedding.weight.device.type
-        autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if autocast else self.network.embedding.weight.dtype
-        return (self.compiled_forward or self.network.rows)(
-            (batch.source, batch.source_positions),
-            (batch.target_input, batch.target_positions),
-            packed_segments(batch, dtype, self.backend.attention),
-        )
+            inputs: tuple[Any, ...] = batch.source, batch.target_input, batch.source_mask
+            forward: Callable[..., Tensor] = PaddedTransformer(self.network)
+        else:
+            device = self.network.embedding.weight.device.type
+            autocast = torch.is_autocast_enabled(device)
+            dtype = torch.get_autocast_dtype(device) if autocast else self.network.embedding.weight.dtype
+            source = batch.source, batch.source_positions
+            target = batch.target_input, batch.target_positions
+            inputs = source, target, packed_segments(batch, dtype, self.backend.attention)
+            forward = self.compiled_forward or self.network.rows
+        return forward(*inputs) if passes == 1 else torch.stack([forward(*inputs) for _ in range(passes)])
 
     def losses(self, batch: PackedBatch | PaddedBatch, scale: Tensor | float | None = None) -> LossSums:
         """Return sums of the loss over a batch's target tokens; for `scale`, see `label_smoothed_loss`.
@@ -98,7 +104,7 @@ class TranslationModule(LightningModule):
         With R-Drop, in training mode, the batch passes through the network twice, each time with other dropout.
         """
         alpha = self.training_settings.r_drop_alpha if self.training else 0.0
-        states = torch.stack([self.states(batch), self.states(batch)]) if alpha else self.states(batch)
+        states = self.states(batch, passes=2 if alpha else 1)
         return label_smoothed_loss(
             *self.network.projection_operands(states),
             batch.target_output,

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-LEVELS = 1 << 15
-"""Probabilities are rounded to multiples of 1 / LEVELS."""
+_LEVELS = 1 << 15
+"""Probabilities are rounded to multiples of 1 / _LEVELS."""
 
 
 class Dropout(nn.Module):
@@ -26,27 +26,17 @@ class Dropout(nn.Module):
             return x
         if torch.jit.is_scripting() or torch.compiler.is_compiling() or x.device.type != "cpu":
             return F.dropout(x, self.p, True)
-        return x * cpu_dropout_scale(x, self.p)
+        return x * _cpu_factors(x, self.p)
 
 
-def cpu_dropout_scale(x: Tensor, p: float) -> Tensor:
+def _cpu_factors(x: Tensor, p: float) -> Tensor:
     """Return a tensor like x whose elements are 0 with probability p and 1 / (1 - p) otherwise."""
     draws = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
-    dropped = min(round(p * LEVELS), LEVELS - 1)  # LEVELS would make the factor infinite
-    factor = torch.tensor(LEVELS / (LEVELS - dropped), dtype=x.dtype)
-    return dropout_factors(draws.view(torch.int16)[: x.numel()].view(x.shape), dropped, factor)
-
-
-def dropout_factors(bits: Tensor, dropped: Tensor | int, factor: Tensor) -> Tensor:
-    """Return 0 or `factor` for each element of random bits, in the dtype of the factor.
-
-    Args:
-        bits: random int16 [...].
-        dropped: an element is 0 with probability dropped / LEVELS; a number or a scalar, of 0 to LEVELS - 1.
-        factor: scalar.
-    """
+    bits = draws.view(torch.int16)[: x.numel()].view(x.shape)
+    dropped = min(round(p * _LEVELS), _LEVELS - 1)  # _LEVELS would make the factor infinite
+    factor = torch.tensor(_LEVELS / (_LEVELS - dropped), dtype=x.dtype)
     # Integer operations, since converting booleans to numbers takes several times as long. The difference is negative
     # where an element is dropped, and its sign, shifted, fills all bits.
-    kept = (bits & (LEVELS - 1)).sub_(dropped).bitwise_right_shift_(15).bitwise_not_()
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[factor.element_size()]
-    return kept.to(integers).bitwise_and_(factor.view(integers)).view(factor.dtype)
+    kept = (bits & (_LEVELS - 1)).sub_(dropped).bitwise_right_shift_(15).bitwise_not_()
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    return kept.to(integers).bitwise_and_(factor.view(integers)).view(x.dtype)

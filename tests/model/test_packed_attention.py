@@ -158,6 +158,19 @@ def test_16_bits_are_computed_in_float32_on_a_cpu(kind: str, dtype: torch.dtype,
         assert torch.equal(one, other_one.to(dtype))
 
 
+def test_autocast_is_as_before_also_where_attention_calls_attention() -> None:
+    tensors, segments = inputs_of(RAGGED, "self", torch.float32), segments_of(RAGGED, "self", torch.float32)
+
+    def attend(*given: Tensor) -> Tensor:
+        plain(tensors, segments)
+        assert not torch.is_autocast_enabled("cpu")
+        return attention(*given)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        attend_in_groups(attend, tensors, segments, HEADS, D_K)
+        assert torch.is_autocast_enabled("cpu")
+
+
 class Largest(TorchDispatchMode):
     """Notes the number of elements of the largest tensor that an operator makes."""
 

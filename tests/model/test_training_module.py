@@ -223,33 +223,34 @@ def test_a_step_without_a_finite_gradient_is_skipped(scale_loss: bool) -> None:
 
 
 def test_r_drop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two passes over each micro-batch, whose dropout is that of one generator; validation has one."""
+    """Two passes over the same segments of each micro-batch, with one generator's dropout; validation has one pass."""
     alpha = 4.0
     module = make_module(replace(TRAINING, r_drop_alpha=alpha), dropout=0.3)
     [batch, *_] = make_shares(1)[0].micro_batches
-    torch.manual_seed(5)
-    sums = module.losses(batch)
-    found = torch.autograd.grad(sums.smoothed, list(module.parameters()))
     torch.manual_seed(5)
     states = torch.stack([module.states(batch) for _ in range(2)])
     assert not torch.equal(*states)
     weight = module.network.embedding.weight
     # test_loss.py compares this with the plain formula.
     expected = label_smoothed_loss(states, weight, batch.target_output, 0.2, PAD, r_drop_alpha=alpha)
-    assert sums.smoothed.item() == expected.smoothed.item()
-    torch.testing.assert_close(found, torch.autograd.grad(expected.smoothed, list(module.parameters())))
-    module.eval()
-    single = label_smoothed_loss(module.states(batch), weight, batch.target_output, 0.2, PAD)
-    passes: list[Tensor] = []
-    states_of = module.states
+    single = label_smoothed_loss(module.eval().states(batch), weight, batch.target_output, 0.2, PAD)
+    calls: Counter[str] = Counter()
 
-    def counted(batch: Any) -> Tensor:
-        passes.append(states_of(batch))
-        return passes[-1]
+    def count(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given: (calls.update([name]), function(*given))[1])
 
-    monkeypatch.setattr(module, "states", counted)
+    count(model.training_module, "packed_segments")
+    count(module.network, "rows")
     assert module.losses(batch).smoothed.item() == single.smoothed.item()
-    assert len(passes) == 1
+    assert calls == {"packed_segments": 1, "rows": 1}
+    calls.clear()
+    torch.manual_seed(5)
+    sums = module.train().losses(batch)
+    assert calls == {"packed_segments": 1, "rows": 2}
+    assert sums.smoothed.item() == expected.smoothed.item()
+    found = torch.autograd.grad(sums.smoothed, list(module.parameters()))
+    torch.testing.assert_close(found, torch.autograd.grad(expected.smoothed, list(module.parameters())))
 
 
 def test_r_drop_without_a_divergence_is_a_plain_step() -> None:
