@@ -13,7 +13,6 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
-#include <thread>
 #include <vector>
 
 #include "vectors.h"
@@ -271,19 +270,11 @@ extern "C" int64_t compute_attention(const Request* request) {
         const int64_t size = request->is_bfloat16 ? Head<Bfloat16>::size(*request) : Head<float>::size(*request);
         std::vector<float> memory(size * num_threads);
         std::atomic<int64_t> next{0};
-        const auto work = [&](int64_t number) {
+        run_in_threads(num_threads, [&](int64_t number) {
             float* const own = memory.data() + number * size;
             for (int64_t segment; (segment = next++) < request->num_segments;)
                 request->is_bfloat16 ? compute<Bfloat16>(*request, segment, own) : compute<float>(*request, segment, own);
-        };
-        std::vector<std::thread> threads;
-        threads.reserve(num_threads);
-        try {
-            for (int64_t i = 1; i < num_threads; ++i) threads.emplace_back(work, i);
-        } catch (const std::exception&) {  // No more threads: those that are there do the work.
-        }
-        work(0);
-        for (std::thread& thread : threads) thread.join();
+        });
     } catch (const std::exception&) {
         return -1;
     }

@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
-#include <thread>
 #include <vector>
 
 #include "vectors.h"
@@ -165,22 +164,12 @@ extern "C" int64_t compute_loss(const Request* request) {
     const int64_t size = (request->in_pairs ? 2 : 1) * ((request->num_classes - 1) / LANES + 1) * LANES;
     try {
         std::vector<float> exponentials(size * num_threads);
-        std::vector<std::thread> threads;
-        threads.reserve(num_threads - 1);
-        const auto work = [&](int64_t number) {
+        run_in_threads(num_threads, [&](int64_t number) {
             const int64_t begin = count * number / num_threads, end = count * (number + 1) / num_threads;
             float* const own = exponentials.data() + size * number;
             request->is_bfloat16 ? compute<Bfloat16>(*request, begin, end, own)
                                  : compute<float>(*request, begin, end, own);
-        };
-        int64_t started = 1;
-        try {
-            for (; started < num_threads; ++started) threads.emplace_back(work, started);
-        } catch (const std::exception&) {  // No more threads: this one does what is left.
-        }
-        work(0);
-        for (; started < num_threads; ++started) work(started);
-        for (std::thread& thread : threads) thread.join();
+        });
     } catch (const std::exception&) {
         return -1;
     }

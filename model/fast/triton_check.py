@@ -8,6 +8,9 @@ import math
 import torch
 from torch import Tensor
 
+from model.loss import PYTORCH_LOSS
+from model.packed_attention import split_inputs
+
 LARGEST_HEAD = 128
 """Heads with a larger d_k or d_v do not fit into registers."""
 _LENGTHS = [(1, 3), (27, 30), (100, 64), (5, 90)]
@@ -37,8 +40,8 @@ def failure(dtype: torch.dtype, num_heads: int, d_k: int, d_v: int, device: str 
             "self-attention": _attention(dtype, device, heads, is_cross=False, is_causal=False),
             "causal self-attention": _attention(dtype, device, heads, is_cross=False, is_causal=True),
             "cross-attention": _attention(dtype, device, heads, is_cross=True, is_causal=False),
-            "the loss": _loss(dtype, device),
-            "the loss of R-Drop": _loss_of_pairs(dtype, device),
+            "the loss": _loss(dtype, device, 0.0),
+            "the loss of R-Drop": _loss(dtype, device, 2.0),
         }
     except Exception as error:  # Triton raises errors of many kinds, its compiler's among them.
         return f"Triton's kernels do not run here: {(str(error) or type(error).__name__).splitlines()[0]}"
@@ -69,51 +72,27 @@ def _attention(
 
     # On the CPU, so that it does not depend on anything of the GPU.
     exact = [x.detach().cpu().double().requires_grad_() for x in inputs]
-    columns = torch.cat(exact, 1) if not is_cross else None
-    query, key, value = (
-        columns.split([keys_size, keys_size, values_size], 1)
-        if columns is not None
-        else (exact[0], *exact[1].split([keys_size, values_size], 1))
-    )
-    query, key, value = (x.unflatten(1, (num_heads, -1)).transpose(0, 1) for x in (query, key, value))
-    scores = query @ key.transpose(1, 2) / math.sqrt(d_k)
-    hidden = segments[0].cpu()[:, None] != segments[1].cpu()[None, :]
+    query, key, value = (x.unflatten(1, (num_heads, -1)).transpose(0, 1) for x in split_inputs(exact, keys_size))
+    allowed = segments[0].cpu()[:, None] == segments[1].cpu()
     if is_causal:
-        hidden = hidden | ~torch.ones_like(hidden).tril()
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-    expected_result = (weights @ value).transpose(0, 1).flatten(1)
-    expected = [expected_result, *torch.autograd.grad(expected_result, exact, gradient.cpu().double())]
-    return _largest_error(actual, expected)
+        allowed = allowed.tril()
+    weights = (query @ key.mT / math.sqrt(d_k)).masked_fill(~allowed, float("-inf")).softmax(-1)
+    truth = (weights @ value).transpose(0, 1).flatten(1)
+    return _largest_error(actual, [truth, *torch.autograd.grad(truth, exact, gradient.cpu().double())])
 
 
-def _loss(dtype: torch.dtype, device: str) -> float:
-    from model.fast.triton_loss import read_logits
-
-    logits = 3.0 * _random(40, 9000, dtype=dtype, device=device)
-    targets, epsilon = torch.arange(40).unsqueeze(1), 0.1
-    actual = read_logits(logits.clone(), targets.to(device), torch.float32, epsilon, True)
-    exact = logits.cpu().double()
-    probabilities = exact.softmax(-1)
-    gradient = probabilities.scatter_add(1, targets, torch.full_like(targets, epsilon - 1.0, dtype=torch.float64))
-    expected = [exact.amax(1, True), exact.gather(1, targets), probabilities.amax(1, True), gradient]
-    return _largest_error([tensor for tensor in actual if tensor is not None], expected)
-
-
-def _loss_of_pairs(dtype: torch.dtype, device: str) -> float:
-    from model.fast.triton_loss import read_logit_pairs
+def _loss(dtype: torch.dtype, device: str, alpha: float) -> float:
+    """Do the same for what reads logits: of one pass, or of two for an alpha of R-Drop."""
+    from model.fast.triton_loss import TRITON_LOSS
 
     logits = 3.0 * _random(40, 9000, dtype=dtype, device=device)
-    targets, epsilon, alpha = torch.arange(20).repeat_interleave(2).unsqueeze(1), 0.1, 2.0
-    exact = logits.cpu().double().requires_grad_()
-    actual = read_logit_pairs(logits, targets.to(device), torch.float32, epsilon, True, alpha)
-    log_p = exact.log_softmax(-1)
-    difference = log_p[::2] - log_p[1::2]
-    divergence = (difference * (log_p[::2].exp() - log_p[1::2].exp())).sum(-1, keepdim=True) / 2
-    target_logits = exact.gather(1, targets)
-    loss = alpha * divergence.sum() + exact.logsumexp(-1).sum() - (1.0 - epsilon) * target_logits.sum()
-    [gradient] = torch.autograd.grad(loss, exact)
-    expected = [exact.amax(1, True), target_logits, log_p.exp().amax(1, True), divergence, gradient]
-    return _largest_error([tensor for tensor in actual if tensor is not None], expected)
+    exact, targets = logits.cpu().double(), torch.arange(20).repeat_interleave(2).unsqueeze(1)
+    results = []
+    for functions, x, sum_dtype in ((PYTORCH_LOSS, exact, torch.float64), (TRITON_LOSS, logits, torch.float32)):
+        arguments = x, targets.to(x.device), sum_dtype, 0.1, True
+        read = functions.read_logit_pairs(*arguments, alpha) if alpha else functions.read_logits(*arguments)
+        results.append([tensor for tensor in read if tensor is not None])
+    return _largest_error(results[1], results[0])
 
 
 def _random(*size: int, dtype: torch.dtype, device: str) -> Tensor:

@@ -1,14 +1,32 @@
-// Vectors of floats, of the size that this processor has, and vectors of bfloat16 as floats.
+// Vectors of floats, of the size that this processor has, and vectors of bfloat16 as floats; and work in threads.
 
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <limits>
+#include <thread>
 #include <utility>
+#include <vector>
 
 namespace {
+
+// Call work(0) to work(count - 1), each in a thread of its own but for work(0), and wait for them.
+template <class Work>
+void run_in_threads(int64_t count, Work work) {
+    std::vector<std::thread> threads;
+    threads.reserve(count);
+    int64_t started = 1;
+    try {
+        for (; started < count; ++started) threads.emplace_back(work, started);
+    } catch (const std::exception&) {  // No more threads: this one does what is left.
+    }
+    work(0);
+    for (; started < count; ++started) work(started);
+    for (std::thread& thread : threads) thread.join();
+}
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
