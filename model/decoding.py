@@ -1,9 +1,10 @@
 """Greedy and beam search (section 6.1) over token ids, and sampling.
 
 An answer is a sequence of tokens followed by the end symbol. Its length, its limit and its log-probability include
-the end symbol. A hypothesis that reaches its limit is continued with the end symbol only, at the probability that the
-network assigns, so every score equals what teacher forcing computes for the answer. The begin and padding symbols are
-never chosen. Their probability is not redistributed.
+the end symbol. A hypothesis that reaches its limit is continued with the end symbol only, and one that is shorter than
+a given target prefix with the prefix's next token only, at the probability that the network assigns. So every score
+equals what teacher forcing computes for the answer. The begin and padding symbols are never chosen. Their probability
+is not redistributed.
 
 The key-value cache is a lattice. Each hypothesis of each step writes its keys and values to a slot once and attends to
 the slots on its own path. Selecting hypotheses rewrites the paths, which are masks of a few bytes, and leaves the cache
@@ -88,6 +89,8 @@ class _Text(NamedTuple):
     token that it adds, as parent * V + token."""
     uniforms: Tensor | None
     """float64 [sum of limits, 3], random numbers for each sentence and position; None without sampling."""
+    target_prefix: Tensor | None
+    """int64 [T, P], the tokens that answers begin with, then padding; None if none are given."""
 
 
 class _Batch(NamedTuple):
@@ -115,9 +118,17 @@ def penalty(length: Tensor, length_penalty: float) -> Tensor:
 
 
 def check_search(
-    source: Tensor, source_mask: Tensor | None, options: BeamArguments, vocabulary_size: int, max_positions: int
+    source: Tensor,
+    source_mask: Tensor | None,
+    options: BeamArguments,
+    lines: Tensor | None,
+    vocabulary_size: int,
+    max_positions: int,
 ) -> None:
-    """Raise ValueError if an argument of `BeamSearch.beam` is out of bounds. `max_positions` is 0 for no limit."""
+    """Raise ValueError if an argument of `BeamSearch.beam` or `sample` is out of bounds.
+
+    `max_positions` is 0 for no limit.
+    """
     if source.dim() != 2 or source.size(0) == 0 or source.size(1) == 0:
         raise ValueError(f"source ids must be [sentences, tokens] with one or more of each, not {source.shape}")
     if source.dtype != torch.int64:
@@ -142,12 +153,40 @@ def check_search(
     sampling = options.sampling
     if sampling is not None:
         check_sampling(sampling)
-
-
-def check_lines(lines: Tensor, source: Tensor) -> None:
-    """Raise ValueError if the numbers of lines are not one for each sentence."""
-    if lines.dtype != torch.int64 or lines.size() != source.size()[:1]:
+    if lines is not None and (lines.dtype != torch.int64 or lines.size() != source.size()[:1]):
         raise ValueError(f"lines must be int64 of shape [{source.size(0)}], not {lines.dtype} {lines.shape}")
+
+
+def prefix_lengths(
+    target_prefix: Tensor, limits: Tensor, vocabulary_size: int, special: tuple[int, int, int]
+) -> Tensor:
+    """Return the number of tokens [B] of each target prefix.
+
+    Args:
+        target_prefix: as for `BeamSearch.beam`.
+        limits: int64 [B], maximum length of an answer.
+        vocabulary_size: V.
+        special: ids of the begin, end and padding symbols.
+
+    Raises:
+        ValueError: a prefix is not made of pieces, or is as long as the limit.
+    """
+    bos_id, eos_id, pad_id = special
+    if target_prefix.dtype != torch.int64 or target_prefix.size()[:-1] != limits.size():
+        raise ValueError(
+            f"target_prefix must be int64 of shape [{limits.size(0)}, tokens], not {target_prefix.dtype} "
+            f"{target_prefix.shape}"
+        )
+    is_padding = target_prefix == pad_id
+    lengths = (~is_padding).sum(1)
+    is_behind = torch.arange(target_prefix.size(1), device=lengths.device) >= lengths.unsqueeze(1)
+    is_special = (target_prefix == bos_id) | (target_prefix == eos_id)
+    is_outside = (target_prefix < 0) | (target_prefix >= vocabulary_size)
+    if bool(((is_padding != is_behind) | is_special | is_outside).any()):
+        raise ValueError(f"target_prefix must be ids of pieces, 0 .. {vocabulary_size - 1}, with padding behind them")
+    if bool((lengths >= limits).any()):
+        raise ValueError("target_prefix is as long as an answer may be with its end symbol")
+    return lengths
 
 
 class BeamSearch(nn.Module):
@@ -185,9 +224,11 @@ class BeamSearch(nn.Module):
         self.max_positions = network.positions.max_positions
 
     @torch.jit.export
-    def greedy(self, source: Tensor, source_mask: Tensor | None, max_extra_tokens: int) -> GreedyResult:
+    def greedy(
+        self, source: Tensor, source_mask: Tensor | None, max_extra_tokens: int, target_prefix: Tensor | None = None
+    ) -> GreedyResult:
         """Append the most probable token at each step until the end symbol. See `beam` for the arguments."""
-        answers = self.beam(source, source_mask, 1, 0.0, max_extra_tokens, 1, "exact")
+        answers = self.beam(source, source_mask, 1, 0.0, max_extra_tokens, 1, "exact", target_prefix)
         return GreedyResult(answers.tokens[:, 0], answers.lengths[:, 0], answers.log_probabilities[:, 0])
 
     @torch.jit.export
@@ -200,6 +241,7 @@ class BeamSearch(nn.Module):
         max_extra_tokens: int,
         n_best: int,
         stop_rule: str = "exact",
+        target_prefix: Tensor | None = None,
     ) -> BeamResult:
         """Run beam search. A beam of one hypothesis is greedy search.
 
@@ -221,6 +263,8 @@ class BeamSearch(nn.Module):
                 tokens, both counted with end symbols. Learned positions limit the length too.
             n_best: number of answers per sentence, 1 to beam_size.
             stop_rule: "exact" or "first".
+            target_prefix: int64 ids [B, P], padded on the right: the tokens that each answer begins with, fewer than
+                its limit. Their log-probability is part of the answer's. None if none are given.
 
         Raises:
             ValueError: an argument is out of bounds.
@@ -228,9 +272,9 @@ class BeamSearch(nn.Module):
         options = BeamArguments(beam_size, length_penalty, max_extra_tokens, n_best, stop_rule == "first")
         if not options.stops_at_first and stop_rule != "exact":
             raise ValueError(f"stop_rule {stop_rule} must be exact or first")
-        check_search(source, source_mask, options, self.vocabulary_size, self.max_positions)
+        check_search(source, source_mask, options, None, self.vocabulary_size, self.max_positions)
         with torch.no_grad():
-            return self._beam(source, source_mask, options, None)
+            return self._beam(source, source_mask, options, None, target_prefix)
 
     @torch.jit.export
     def sample(
@@ -241,6 +285,7 @@ class BeamSearch(nn.Module):
         sampling: Sampling,
         max_extra_tokens: int,
         length_penalty: float = 0.0,
+        target_prefix: Tensor | None = None,
     ) -> BeamResult:
         """Draw one answer to each sentence, token by token. See `beam` for the other arguments and the result.
 
@@ -255,25 +300,31 @@ class BeamSearch(nn.Module):
             ValueError: an argument is out of bounds.
         """
         options = BeamArguments(1, length_penalty, max_extra_tokens, 1, False, sampling)
-        check_search(source, source_mask, options, self.vocabulary_size, self.max_positions)
-        check_lines(lines, source)
+        check_search(source, source_mask, options, lines, self.vocabulary_size, self.max_positions)
         with torch.no_grad():
-            return self._beam(source, source_mask, options, lines)
+            return self._beam(source, source_mask, options, lines, target_prefix)
 
     def _beam(
-        self, source: Tensor, source_mask: Tensor | None, options: BeamArguments, lines: Tensor | None
+        self,
+        source: Tensor,
+        source_mask: Tensor | None,
+        options: BeamArguments,
+        lines: Tensor | None,
+        target_prefix: Tensor | None,
     ) -> BeamResult:
         lengths = torch.full_like(source[:, 0], source.size(1)) if source_mask is None else source_mask.sum(1)
         limits = lengths + options.max_extra_tokens
         if self.max_positions > 0:
             limits = limits.clamp(max=self.max_positions)
+        if target_prefix is not None:
+            prefix_lengths(target_prefix, limits, self.vocabulary_size, (self.bos_id, self.eos_id, self.pad_id))
         ends = limits.cumsum(0)
         history = source.new_zeros([int(ends[-1]), options.beam_size])
         sampling = options.sampling
         uniforms: Tensor | None = None
         if sampling is not None and lines is not None:
             uniforms = draw_uniforms(sampling.seed, lines, limits)
-        text = _Text(limits, ends - limits, history, uniforms)
+        text = _Text(limits, ends - limits, history, uniforms, target_prefix)
         results = _no_answers(source.size(0), options.n_best, source.device)
         self._decode(text, source, source_mask, results, options)
         return self._backtrace(text, results)
@@ -295,10 +346,10 @@ class BeamSearch(nn.Module):
                 cache, batch = _grow(cache, batch)
             # A finished sentence that still takes part writes to its last place, again and again.
             positions = (batch.limits - 1).clamp(max=position)
-            must_end = positions + 1 >= batch.limits if position + 1 >= shortest_limit else None
+            forced = self._forced(text, batch, position, shortest_limit)
             places = text.offsets[batch.sentences] + positions
             draws = uniforms[places] if uniforms is not None else None
-            values, parents, last = self._step(batch, position, cache, must_end, draws, options)
+            values, parents, last = self._step(batch, position, cache, forced, draws, options)
             answers, totals, parents, last = self._select(answers, values, parents, last, positions, options)
             text.history[:, : totals.size(1)].index_copy_(0, places, parents * self.vocabulary_size + last)
             batch = _advance(batch, totals, parents, last, own_slots)
@@ -349,12 +400,26 @@ class BeamSearch(nn.Module):
         )
         return batch, cache
 
+    def _forced(self, text: _Text, batch: _Batch, position: int, shortest_limit: int) -> Tensor | None:
+        """Return the token [B] that has to follow in each sentence, -1 for any; None if any may in all sentences."""
+        prefix = text.target_prefix
+        forced: Tensor | None = None
+        if position + 1 >= shortest_limit:
+            any_token = torch.full_like(batch.limits, -1)
+            forced = any_token.masked_fill_(position + 1 >= batch.limits, self.eos_id)
+        # A prefix is shorter than the limit, so no token is forced by both.
+        if prefix is not None and position < prefix.size(1):
+            given = prefix[batch.sentences, position]
+            others = torch.full_like(given, -1) if forced is None else forced
+            forced = torch.where(given == self.pad_id, others, given)
+        return forced
+
     def _step(
         self,
         batch: _Batch,
         position: int,
         cache: Cache,
-        must_end: Tensor | None,
+        forced: Tensor | None,
         draws: Tensor | None,
         options: BeamArguments,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -364,7 +429,7 @@ class BeamSearch(nn.Module):
             batch: the sentences.
             position: position of the tokens that the step reads.
             cache: their cache, with room for this step's slots, which are written in place.
-            must_end: bool [B], True for sentences whose hypotheses have reached their limit. None if there are none.
+            forced: what `_forced` returned.
             draws: float64 [B, 3], random numbers that choose the continuation; None for the most probable ones.
             options: arguments of the search. N is smaller than the beam size in the first steps.
 
@@ -391,11 +456,11 @@ class BeamSearch(nn.Module):
             values = steps.gather(-1, ids)
         else:
             values, ids = steps.topk(min(count, steps.size(-1)))
-        if must_end is not None:
-            only_end = torch.full_like(values, float("-inf"))
-            only_end[:, :, 0] = steps[:, :, self.eos_id]
-            values = torch.where(must_end[:, None, None], only_end, values)
-            ids = ids.masked_fill(must_end[:, None, None], self.eos_id)
+        if forced is not None:
+            is_forced, tokens = (forced >= 0)[:, None, None], forced.clamp(min=0)[:, None, None]
+            only = torch.full_like(values, float("-inf"))
+            only[:, :, :1] = steps.gather(2, tokens.expand(-1, steps.size(1), -1))
+            values, ids = torch.where(is_forced, only, values), torch.where(is_forced, tokens, ids)
         values = (values + batch.totals.unsqueeze(-1)).flatten(1)
         values, best = values.topk(min(count, values.size(1)))
         return values, best.div(ids.size(2), rounding_mode="floor"), ids.flatten(1).gather(1, best)

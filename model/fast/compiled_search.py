@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import SelfAttention
-from model.decoding import BeamArguments, BeamResult, BeamSearch, GreedyResult, check_lines, check_search
+from model.decoding import BeamArguments, BeamResult, BeamSearch, GreedyResult, check_search, prefix_lengths
 from model.layers import ACTIVATIONS, NORMS, SELF_ATTENTIONS, DecoderLayer, EncoderLayer
 from model.sampling import Sampling, draw_uniforms
 from model.settings import NetworkSettings
@@ -52,6 +53,10 @@ class _Sampling(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("temperature", "top_p")),
         ("top_k", ctypes.c_int64),
     )
+
+
+class _Prefixes(ctypes.Structure):
+    _fields_ = (("tokens", ctypes.c_void_p), ("offsets", ctypes.c_void_p))
 
 
 class _Request(ctypes.Structure):
@@ -92,8 +97,8 @@ def load_library(path: Path) -> ctypes.CDLL:
         library.destroy_model.argtypes, library.destroy_model.restype = [ctypes.c_void_p], None
         library.set_next_weight.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         library.set_positions.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-        library.search.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Request)]
-        for name in ("set_next_weight", "set_positions", "search"):
+        library.search_with_prefixes.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Request), ctypes.POINTER(_Prefixes)]
+        for name in ("set_next_weight", "set_positions", "search_with_prefixes"):
             getattr(library, name).restype = ctypes.c_int64
     except AttributeError as error:
         raise OSError(f"{path} is no compiled search: {error}") from None
@@ -176,9 +181,11 @@ class CompiledSearch:
         self._check(self._library.set_positions(self._model, table.contiguous().data_ptr(), len(table)))
         self._num_positions = len(table)
 
-    def greedy(self, source: Tensor, source_mask: Tensor | None, max_extra_tokens: int) -> GreedyResult:
+    def greedy(
+        self, source: Tensor, source_mask: Tensor | None, max_extra_tokens: int, target_prefix: Tensor | None = None
+    ) -> GreedyResult:
         """Run greedy search; see `BeamSearch.greedy`."""
-        answers = self.beam(source, source_mask, 1, 0.0, max_extra_tokens, 1)
+        answers = self.beam(source, source_mask, 1, 0.0, max_extra_tokens, 1, "exact", target_prefix)
         return GreedyResult(answers.tokens[:, 0], answers.lengths[:, 0], answers.log_probabilities[:, 0])
 
     def beam(
@@ -190,18 +197,13 @@ class CompiledSearch:
         max_extra_tokens: int,
         n_best: int,
         stop_rule: str = "exact",
-        finished: Callable[[int], object] | None = None,
+        target_prefix: Tensor | None = None,
     ) -> BeamResult:
-        """Run beam search; see `BeamSearch.beam`. `finished` is called with a number of sentences when they have ended.
-
-        Raises:
-            ValueError: an argument is out of bounds.
-            MemoryError: there is not enough memory for the search.
-        """
+        """Run beam search; see `BeamSearch.beam`, and `search` for what is raised."""
         options = BeamArguments(beam_size, length_penalty, max_extra_tokens, n_best, stop_rule == "first")
         if not options.stops_at_first and stop_rule != "exact":
             raise ValueError(f"stop_rule {stop_rule} must be exact or first")
-        return self.search(source, source_mask, options, finished)[0]
+        return self.search(source, source_mask, options, target_prefix=target_prefix)[0]
 
     def sample(
         self,
@@ -211,40 +213,50 @@ class CompiledSearch:
         sampling: Sampling,
         max_extra_tokens: int,
         length_penalty: float = 0.0,
-        finished: Callable[[int], object] | None = None,
+        target_prefix: Tensor | None = None,
     ) -> BeamResult:
-        """Draw one answer to each sentence; see `BeamSearch.sample`, and `beam` for `finished` and what is raised."""
+        """Draw one answer to each sentence; see `BeamSearch.sample`, and `search` for what is raised."""
         options = BeamArguments(1, length_penalty, max_extra_tokens, 1, False, sampling)
-        check_lines(lines, source)
-        return self.search(source, source_mask, options, finished, lines)[0]
+        return self.search(source, source_mask, options, lines, target_prefix)[0]
 
     def search(
         self,
         source: Tensor,
         source_mask: Tensor | None,
         options: BeamArguments,
-        finished: Callable[[int], object] | None = None,
         lines: Tensor | None = None,
+        target_prefix: Tensor | None = None,
+        finished: Callable[[int], object] | None = None,
     ) -> tuple[BeamResult, Tensor]:
-        """As `beam`, or with `lines` as `sample`; return also the decoder steps of each sentence, int64 [B]."""
-        check_search(source, source_mask, options, self.vocabulary_size, self.max_positions)
+        """As `beam`, or with `lines` as `sample`; return also the decoder steps of each sentence, int64 [B].
+
+        `finished` is called with a number of sentences when they have ended.
+
+        Raises:
+            ValueError: an argument is out of bounds.
+            MemoryError: there is not enough memory for the search.
+        """
+        check_search(source, source_mask, options, lines, self.vocabulary_size, self.max_positions)
         lengths = torch.full_like(source[:, 0], source.size(1)) if source_mask is None else source_mask.sum(1)
-        tokens = source.flatten() if source_mask is None else source[source_mask]
         limits, count, n_best = self._limits(lengths, options.max_extra_tokens), len(lengths), options.n_best
-        offsets = nn.functional.pad(lengths.cumsum(0), [1, 0])
-        forbidden = torch.tensor([self.pad_id, self.bos_id])
-        result_lengths = torch.empty([count, n_best], dtype=torch.int64)
-        scores, log_probabilities = torch.empty([count, n_best]), torch.empty([count, n_best])
-        answers = torch.empty(int(limits.sum()) * n_best, dtype=torch.int32)
-        num_steps = torch.empty_like(lengths)
+        given = {
+            "tokens": source.flatten() if source_mask is None else source[source_mask],
+            "offsets": F.pad(lengths.cumsum(0), [1, 0]),
+            "limits": limits,
+            "forbidden": torch.tensor([self.pad_id, self.bos_id]),
+        }
+        results = {
+            "answers": torch.empty(int(limits.sum()) * n_best, dtype=torch.int32),
+            "lengths": torch.empty([count, n_best], dtype=torch.int64),
+            "scores": torch.empty([count, n_best]),
+            "log_probabilities": torch.empty([count, n_best]),
+            "num_steps": torch.empty_like(lengths),
+        }
         failure: list[BaseException] = []
-        sampling, uniforms = options.sampling, torch.empty(0)
-        if sampling is not None and lines is not None:
-            uniforms = draw_uniforms(sampling.seed, lines, limits)
+        sampling = options.sampling
+        uniforms = draw_uniforms(sampling.seed, lines, limits) if sampling and lines is not None else limits[:0]
         request = _Request(
-            tokens=tokens.data_ptr(),
-            offsets=offsets.data_ptr(),
-            limits=limits.data_ptr(),
+            **{name: tensor.data_ptr() for name, tensor in (given | results).items()},
             num_sentences=count,
             beam_size=options.beam_size,
             num_best=n_best,
@@ -253,22 +265,28 @@ class CompiledSearch:
             num_threads=min(torch.get_num_threads(), count),
             begin_id=self.bos_id,
             end_id=self.eos_id,
-            forbidden=forbidden.data_ptr(),
-            num_forbidden=len(forbidden),
+            num_forbidden=len(given["forbidden"]),
             length_penalty=options.length_penalty,
-            answers=answers.data_ptr(),
-            lengths=result_lengths.data_ptr(),
-            scores=scores.data_ptr(),
-            log_probabilities=log_probabilities.data_ptr(),
-            num_steps=num_steps.data_ptr(),
             progress=_Progress(_reporter(finished, failure)),
             sampling=self._sampling(sampling, uniforms),
         )
-        self._check(self._library.search(self._model, ctypes.byref(request)))
+        prefix_tokens, prefix_offsets = self._prefixes(target_prefix, limits)
+        prefixes = _Prefixes(prefix_tokens.data_ptr(), prefix_offsets.data_ptr())
+        call = self._library.search_with_prefixes
+        self._check(call(self._model, ctypes.byref(request), ctypes.byref(prefixes)))
         if failure:
             raise failure[0]
-        padded_answers = _padded(answers, limits, result_lengths, self.pad_id)
-        return BeamResult(padded_answers, result_lengths, scores, log_probabilities), num_steps
+        tokens = _padded(results["answers"], limits, results["lengths"], self.pad_id)
+        answers = BeamResult(tokens, results["lengths"], results["scores"], results["log_probabilities"])
+        return answers, results["num_steps"]
+
+    def _prefixes(self, target_prefix: Tensor | None, limits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tokens of all target prefixes, one after another, and their offsets [B + 1]."""
+        if target_prefix is None:
+            return limits[:0], torch.zeros(len(limits) + 1, dtype=torch.int64)
+        ids = self.bos_id, self.eos_id, self.pad_id
+        lengths = prefix_lengths(target_prefix, limits, self.vocabulary_size, ids)
+        return target_prefix[target_prefix != self.pad_id], F.pad(lengths.cumsum(0), [1, 0])
 
     def _sampling(self, sampling: Sampling | None, uniforms: Tensor) -> Any:
         if sampling is None:

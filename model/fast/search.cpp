@@ -23,7 +23,6 @@
 #include <mutex>
 #include <new>
 #include <numeric>
-#include <thread>
 #include <vector>
 
 #include "vectors.h"
@@ -236,6 +235,12 @@ struct Request {
     int (*progress)(int64_t num_ended);
     // To draw one answer to each sentence, with a beam size of 1; null for a search.
     const Sampling* sampling;
+};
+
+// The tokens that the answers to sentence i begin with: tokens[offsets[i]] to tokens[offsets[i + 1] - 1].
+struct Prefixes {
+    const int64_t* tokens;
+    const int64_t* offsets;  // [num_sentences + 1]
 };
 }
 
@@ -501,6 +506,7 @@ struct RowTop {
 struct Shared {
     const Model& model;
     const Request& request;
+    const Prefixes* prefixes;  // null if there are none
     const Positions& positions;
     std::vector<int64_t> order;           // sentences, longest first
     std::vector<int64_t> answer_offsets;  // first place of each sentence's answers
@@ -545,7 +551,8 @@ class Worker {
     std::vector<int> slots_, path_, path_ends_;
     std::vector<double> part_sums_, block_sums_;
     std::vector<float> kept_weights_;
-    std::vector<float> end_logits_;
+    std::vector<int> forced_;            // of rows: the token that has to follow, -1 for any
+    std::vector<float> forced_logits_;  // its logit
     std::vector<Candidate> candidates_;
 
     const Shape& shape() const { return model_.shape; }
@@ -713,7 +720,7 @@ class Worker {
         int rows = 0;
         for (size_t i = 0; i < num_active_; ++i) rows += int(sentences_[i]->open.size());
         float* x = x_.get(size_t(rows) * d_model);
-        slots_.clear(), path_.clear(), path_ends_.assign(1, 0);
+        slots_.clear(), path_.clear(), path_ends_.assign(1, 0), forced_.clear();
         for (size_t i = 0, row = 0; i < num_active_; ++i) {
             Sentence& sentence = *sentences_[i];
             for (const Hypothesis& hypothesis : sentence.open) {
@@ -722,6 +729,7 @@ class Worker {
                 for (int slot = slots_.back(); slot >= 0; slot = sentence.parents[slot]) path_.push_back(slot);
                 path_ends_.push_back(int(path_.size()));
             }
+            forced_.resize(row, forced_token(sentence));
         }
         for (size_t number = 0; number < model_.decoder.size(); ++number) {
             self_attention(x, rows, number);
@@ -736,6 +744,16 @@ class Worker {
             select(*sentences_[i], int(row));
             row = next;
         }
+    }
+
+    // The token that has to follow a sentence's hypotheses: the end symbol at the limit, or the next one of its prefix;
+    // -1 for any.
+    int forced_token(const Sentence& sentence) const {
+        if (sentence.position + 1 >= sentence.limit) return int(request_.end_id);
+        const Prefixes* const prefixes = shared_.prefixes;
+        if (!prefixes) return -1;
+        const int64_t place = prefixes->offsets[sentence.index] + sentence.position;
+        return place < prefixes->offsets[sentence.index + 1] ? int(prefixes->tokens[place]) : -1;
     }
 
     void self_attention(float* x, int rows, size_t number) {
@@ -789,7 +807,7 @@ class Worker {
         const size_t most = std::min<size_t>(num_considered(), shape().vocabulary_size);
         if (tops_.size() < size_t(rows)) tops_.resize(rows);
         for (int row = 0; row < rows; ++row) tops_[row].clear();
-        end_logits_.resize(rows);
+        forced_logits_.resize(rows);
         float* logits = logits_.get(size_t(rows) * CHUNK);
         for (int first_id = 0; first_id < projection.outputs; first_id += CHUNK) {
             const int count = std::min(CHUNK, projection.outputs - first_id);
@@ -798,8 +816,8 @@ class Worker {
             for (int row = 0; row < rows; ++row) {
                 const float* own = logits + size_t(row) * CHUNK;
                 tops_[row].add(own, count, first_id, most, request_);
-                if (request_.end_id >= first_id && request_.end_id < first_id + count)
-                    end_logits_[row] = own[request_.end_id - first_id];
+                if (forced_[row] >= first_id && forced_[row] < first_id + count)
+                    forced_logits_[row] = own[forced_[row] - first_id];
             }
         }
     }
@@ -809,7 +827,7 @@ class Worker {
     __attribute__((noinline)) void project_and_draw(const float* x, int rows) {
         const int size = int(shape().vocabulary_size);
         tops_.resize(std::max(tops_.size(), size_t(rows)));
-        end_logits_.resize(rows);
+        forced_logits_.resize(rows);
         float* logits = logits_.get(size_t(rows) * size);
         multiply(x, rows, model_.projection, logits);
         for (int row = 0; row < rows; ++row, logits += size) {
@@ -817,7 +835,7 @@ class Worker {
             RowTop& top = tops_[row];
             top.clear();
             top.add(logits, size, 0, 1, request_);
-            end_logits_[row] = logits[request_.end_id];
+            if (forced_[row] >= 0) forced_logits_[row] = logits[forced_[row]];
             if (top.best.empty()) continue;  // no logit is a number
             const int64_t place = shared_.answer_offsets[sentence.index] + sentence.position;
             const int token = draw_token(logits, top.best[0].value, request_.sampling->uniforms + 3 * place);
@@ -888,12 +906,12 @@ class Worker {
     // Split the best continuations of a sentence into answers and open hypotheses. Its rows begin at `first_row`.
     void select(Sentence& sentence, int first_row) {
         candidates_.clear();
-        const bool must_end = sentence.position + 1 >= sentence.limit;
+        const int forced = forced_[first_row];
         for (int number = 0; number < int(sentence.open.size()); ++number) {
             const RowTop& top = tops_[first_row + number];
             const float total = sentence.open[number].total, normalizer = top.log_normalizer();
-            if (must_end) {
-                candidates_.push_back({total + (end_logits_[first_row + number] - normalizer), number, int(request_.end_id)});
+            if (forced >= 0) {
+                candidates_.push_back({total + (forced_logits_[first_row + number] - normalizer), number, forced});
                 continue;
             }
             for (const Candidate& candidate : top.best)
@@ -987,7 +1005,7 @@ void run(Shared& shared, bool reports) {
 }
 
 // Whether all sentences and answers fit into the tables of the model.
-bool is_valid(const Model& model, const Request& request, const Positions& positions) {
+bool is_valid(const Model& model, const Request& request, const Prefixes* prefixes, const Positions& positions) {
     const int64_t vocabulary_size = model.shape.vocabulary_size;
     const auto is_id = [=](int64_t id) { return id >= 0 && id < vocabulary_size; };
     if (!is_id(request.begin_id) || !is_id(request.end_id)) return false;
@@ -1001,6 +1019,10 @@ bool is_valid(const Model& model, const Request& request, const Positions& posit
         if (length < 1 || length > positions.count || limit < 1 || limit > positions.count) return false;
         const int64_t* tokens = request.tokens + request.offsets[i];
         if (!std::all_of(tokens, tokens + length, is_id)) return false;
+        if (!prefixes) continue;
+        const int64_t begin = prefixes->offsets[i], end = prefixes->offsets[i + 1];
+        if (end < begin || end - begin >= limit) return false;
+        if (!std::all_of(prefixes->tokens + begin, prefixes->tokens + end, is_id)) return false;
     }
     return true;
 }
@@ -1052,14 +1074,14 @@ int64_t set_positions(void* model, const float* data, int64_t num_positions) {
 }
 
 // Returns 0; 1 if `progress` has ended the search; -1 if a sentence is empty, a sentence or a limit is longer than the
-// position encodings, or an id or a number is out of bounds; -2 if there is not enough memory. Several threads may search
-// with one model at the same time.
-int64_t search(void* model, const Request* request) {
+// position encodings, a prefix is as long as its limit, or an id or a number is out of bounds; -2 if there is not enough
+// memory. Several threads may search with one model at the same time. `prefixes` may be null.
+int64_t search_with_prefixes(void* model, const Request* request, const Prefixes* prefixes) {
     try {
         const Model& shared_model = *static_cast<const Model*>(model);
         const std::shared_ptr<const Positions> positions = shared_model.get_positions();
-        if (!is_valid(shared_model, *request, *positions)) return -1;
-        Shared shared{shared_model, *request, *positions, {}, {}};
+        if (!is_valid(shared_model, *request, prefixes, *positions)) return -1;
+        Shared shared{shared_model, *request, prefixes, *positions, {}, {}};
         const int64_t* offsets = request->offsets;
         int64_t offset = 0;
         for (int64_t i = 0; i < request->num_sentences; ++i) {
@@ -1070,14 +1092,8 @@ int64_t search(void* model, const Request* request) {
         std::stable_sort(shared.order.begin(), shared.order.end(), [=](int64_t a, int64_t b) {
             return offsets[a + 1] - offsets[a] > offsets[b + 1] - offsets[b];
         });
-        std::vector<std::thread> threads;
-        try {
-            for (int64_t i = 1; i < request->num_threads; ++i) threads.emplace_back(run, std::ref(shared), false);
-        } catch (...) {
-            // No more threads are to be had: those that are there do the work.
-        }
-        run(shared, true);
-        for (std::thread& thread : threads) thread.join();
+        // Only the calling thread reports.
+        run_in_threads(request->num_threads, [&](int64_t number) { run(shared, number == 0); });
         // What the other threads have ended since the calling thread's last report.
         const int64_t ended = shared.num_ended;
         if (request->progress && ended > 0 && !shared.stop && request->progress(ended) != 0) shared.stop = true;
@@ -1086,4 +1102,6 @@ int64_t search(void* model, const Request* request) {
         return -2;
     }
 }
+
+int64_t search(void* model, const Request* request) { return search_with_prefixes(model, request, nullptr); }
 }

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
-from model.decoding import BeamSearch
+from model.decoding import BeamArguments, BeamSearch
 from model.fast.compiled_search import CompiledSearch
 from model.sampling import Sampling
 from model.settings import SHORTEST, DecodingSettings
@@ -257,22 +257,21 @@ class Translator(LineTranslator):
     ) -> list[list[Hypothesis]]:
         source, is_token = padded(sources, self.tokenizer.pad_id)
         mask = None if bool(is_token.all()) else is_token.to(self.device)
-        settings = self.settings
-        search = self.search.beam
-        arguments: list[Any] = [source.to(self.device), mask]
-        if sampling is None:
-            arguments += [settings.beam_size, settings.length_penalty, settings.max_extra_tokens, n_best]
-            arguments += [settings.stop_rule]
-        elif hasattr(self.search, "sample"):
-            search = self.search.sample
-            arguments += [lines, sampling, settings.max_extra_tokens, settings.length_penalty]
-        else:
-            raise InputError(f"{self.name}: was exported by a version without sampling; export it again")
+        settings, given = self.settings, (source.to(self.device), mask)
+        size, penalty, extra = settings.beam_size, settings.length_penalty, settings.max_extra_tokens
         if isinstance(self.search, CompiledSearch):
-            answers = search(*arguments, finished)
+            arguments = BeamArguments(size, penalty, extra, n_best, settings.stop_rule == "first", sampling)
+            if sampling is not None:
+                arguments = arguments._replace(beam_size=1)
+            answers, _ = self.search.search(*given, arguments, lines, finished=finished)
         else:
             with torch.inference_mode():  # a little faster than torch.no_grad
-                answers = search(*arguments)
+                if sampling is None:
+                    answers = self.search.beam(*given, size, penalty, extra, n_best, settings.stop_rule)
+                elif hasattr(self.search, "sample"):
+                    answers = self.search.sample(*given, lines, sampling, extra, penalty)
+                else:
+                    raise InputError(f"{self.name}: was exported by a version without sampling; export it again")
             finished(len(sources))
         tokens, lengths, scores, log_probabilities = (result.flatten(0, 1).tolist() for result in answers)
         texts = self.tokenizer.decode([row[: length - 1] for row, length in zip(tokens, lengths, strict=True)])

@@ -8,7 +8,7 @@ import copy
 import ctypes
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -30,6 +30,8 @@ MOST = 0.6
 """The share of sentences whose reference must not depend on rounding."""
 LENGTHS = [9, 4, 7, 1, 12, 2, 7, 5, 3, 10]
 """Source lengths of a batch whose sentences end at different steps."""
+PREFIXES = [[], [5], [6, 7, 8], [UNK], [9, 9], [4, 5, 6, 7, 8], [10], [], [11, 12], [23] * 5]
+"""A target prefix for each of them. One of an answer with four extra tokens leaves room for the end symbol only."""
 
 
 @cache
@@ -108,6 +110,11 @@ def make_sources(lengths: list[int], vocabulary_size: int = VOCABULARY_SIZE, see
     return source, torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
 
 
+def padded_prefixes(prefixes: Sequence[Sequence[int]] = PREFIXES) -> Tensor:
+    """Return the argument `target_prefix` of a search."""
+    return nn.utils.rnn.pad_sequence([torch.tensor(one, dtype=torch.int64) for one in prefixes], True, PAD)
+
+
 @cache
 def exact(network: Network) -> PaddedTransformer:
     """Return a copy of a network, whose weights do not change any more, in float64."""
@@ -177,9 +184,15 @@ def _gap(ranked: list[float], kept: int) -> float:
 
 @torch.no_grad()
 def plain_beam(
-    network: Network, source: Tensor, beam_size: int, alpha: float, limit: int, stops_at_first: bool = False
+    network: Network,
+    source: Tensor,
+    beam_size: int,
+    alpha: float,
+    limit: int,
+    stops_at_first: bool = False,
+    prefix: Sequence[int] = (),
 ) -> Reference:
-    """Search one sentence as in section 6.1, without a cache, in float64.
+    """Search one sentence as in section 6.1, without a cache, in float64, for answers that begin with `prefix`.
 
     It goes on to the limit, or if `stops_at_first` until beam_size hypotheses have ended; then only the beam_size most
     probable continuations may end.
@@ -192,8 +205,9 @@ def plain_beam(
         states = network(source.expand(len(hypotheses), -1), prefixes)[:, -1]
         steps = network.logits(states).log_softmax(-1)
         steps[:, [PAD, BOS]] = -math.inf
-        if length == limit:
-            steps[:, torch.arange(steps.size(1)) != EOS] = -math.inf
+        if length == limit or length <= len(prefix):
+            only = prefix[length - 1] if length <= len(prefix) else EOS
+            steps[:, torch.arange(steps.size(1)) != only] = -math.inf
         values, tokens = (one.tolist() for one in steps.topk(min(2 * beam_size + 1, steps.size(1))))
         continuations = [
             (total + step, [*pieces, token])

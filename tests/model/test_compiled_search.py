@@ -183,7 +183,8 @@ def test_finished_sentences_are_reported_and_ctrl_c_ends_the_search(threads: Any
     for count in (1, 2):
         threads(count)
         reported: list[int] = []
-        search.beam(source, mask, 4, 0.6, 8, 1, "exact", reported.append)
+        options = BeamArguments(4, 0.6, 8, 1, False)
+        search.search(source, mask, options, finished=reported.append)
         assert sum(reported) == len(source)
         assert count > 1 or len(reported) > 2
 
@@ -191,7 +192,7 @@ def test_finished_sentences_are_reported_and_ctrl_c_ends_the_search(threads: Any
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            search.beam(source, mask, 4, 0.6, 8, 1, "exact", interrupted)
+            search.search(source, mask, options, finished=interrupted)
     search.beam(source[:3], mask[:3], 4, 0.6, 8, 1)
 
 
@@ -226,7 +227,7 @@ def test_rounding_cannot_make_the_check_after_compiling_fail() -> None:
 def test_memory_that_is_not_there_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
         def __getattr__(self, name: str) -> Any:
-            return (lambda *_: -2) if name == "search" else getattr(compiled_library(), name)
+            return (lambda *_: -2) if name == "search_with_prefixes" else getattr(compiled_library(), name)
 
     search = CompiledSearch(Full(), make_network(0), BOS, EOS, PAD)  # type: ignore[arg-type]
     source, mask = make_sources(LENGTHS)

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -130,16 +131,16 @@ def test_equals_a_plain_beam_search_without_cache_batch_or_early_stop(variant: s
 
 
 @torch.no_grad()
-def plain_greedy(network: Transformer, source: Tensor, limit: int) -> Reference:
-    """Append the most probable token in float64, without a cache. The score is the log-probability."""
+def plain_greedy(network: Transformer, source: Tensor, limit: int, prefix: Sequence[int] = ()) -> Reference:
+    """Append the most probable token to a prefix in float64, without a cache. The score is the log-probability."""
     total, answer, margin = 0.0, [], math.inf
     while not answer or answer[-1] != EOS:
         states = exact(network)(source.unsqueeze(0), torch.tensor([[BOS, *answer]]))
         steps = exact(network).logits(states[0, -1]).log_softmax(-1)
         steps[[PAD, BOS]] = -math.inf
         (best, second), (token, _) = steps.topk(2)
-        if len(answer) == limit - 1:
-            best, token = steps[EOS], torch.tensor(EOS)
+        if forced := prefix[len(answer) : len(answer) + 1] or [EOS] * (len(answer) == limit - 1):
+            best, token = steps[forced[0]], torch.tensor(forced[0])
         else:
             margin = min(margin, float(best - second))
         answer.append(int(token))

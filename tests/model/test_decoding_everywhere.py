@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,12 @@ from tests.model.test_decoding import observed
 
 SOURCE = torch.tensor([[4, 5, EOS]])
 MASK = torch.ones(1, 3, dtype=torch.bool)
+
+
+def with_prefix(prefix: list[Any]) -> tuple[Any, ...]:
+    return SOURCE, None, 4, 0.6, 5, 1, "exact", torch.tensor(prefix)
+
+
 BAD_ARGUMENTS = {
     "one or more of each": (SOURCE[:0], None, 4, 0.6, 5, 1),
     r"not .*\[1, 0\]": (SOURCE[:, :0], None, 4, 0.6, 5, 1),
@@ -44,6 +51,15 @@ BAD_ARGUMENTS = {
     "length_penalty nan must be": (SOURCE, None, 4, math.nan, 5, 1),
     "max_extra_tokens -1 must be": (SOURCE, None, 4, 0.6, -1, 1),
     "stop_rule last must be exact or first": (SOURCE, None, 4, 0.6, 5, 1, "last"),
+    r"target_prefix must be int64 of shape \[1, tokens\], not .*\[2, 1\]": with_prefix([[4], [4]]),
+    "target_prefix must be int64 of shape": with_prefix([[4.0]]),
+    "target_prefix must be int64": with_prefix([4]),
+    "target_prefix must be ids of pieces, 0 .. 23": with_prefix([[24]]),
+    "must be ids of pieces, .* behind them": with_prefix([[-1]]),
+    "must be ids of pieces, .* padding": with_prefix([[4, PAD, 4]]),
+    "ids of pieces, .* padding": with_prefix([[BOS]]),
+    "of pieces, .* padding": with_prefix([[4, EOS]]),
+    "target_prefix is as long as an answer may be": with_prefix([[4] * 8]),
 }
 
 

@@ -19,12 +19,14 @@ from tests.model.search_truth import (
     EOS,
     LENGTHS,
     PAD,
+    PREFIXES,
     SEARCHES,
     UNK,
     answers_of,
     exact,
     make_network,
     make_sources,
+    padded_prefixes,
     penalized,
     tolerance,
     trained_network,
@@ -168,13 +170,14 @@ def test_top_k_and_top_p_by_hand() -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("vocabulary_size", [24, 1100])
 def test_equals_a_plain_sampler_without_cache_or_batch(vocabulary_size: int, engine: str) -> None:
+    """Behind target prefixes, of which two are empty."""
     network, extra = trained_network() if vocabulary_size == 24 else make_network(11, 1100, sharpness=1.5), 4
     source, mask = make_sources(LENGTHS, vocabulary_size)
     lines, near = torch.arange(len(LENGTHS)) + 5, 2 * tolerance(network)
     sample = ENGINES[engine](network).sample
     drawn_near: list[tuple[int, bool]] = []
     for sampling in SETTINGS:
-        found = sample(source, mask, lines, sampling, extra, 0.6)
+        found = sample(source, mask, lines, sampling, extra, 0.6, padded_prefixes())
         for sentence, length in enumerate(LENGTHS):
             limit = torch.tensor([length + extra])
             uniforms = draw_uniforms(sampling.seed, lines[sentence : sentence + 1], limit).tolist()
@@ -183,8 +186,9 @@ def test_equals_a_plain_sampler_without_cache_or_batch(vocabulary_size: int, eng
             for place, token in enumerate(tokens):
                 chances = next_probabilities(network, source[sentence, :length], tokens[:place])
                 total += math.log(chances[token])
-                if place == limit - 1:
-                    assert token == EOS
+                forced = PREFIXES[sentence][place : place + 1] or [EOS] * (place == limit - 1)
+                if forced:
+                    assert [token] == forced
                     continue
                 wanted, gap = most_probable(allowed(chances), sampling)
                 drawn, margin = plain_draw(wanted, uniforms[place])
