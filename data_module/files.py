@@ -308,16 +308,18 @@ class FileLock:
     keep the lock when it dies. Two objects exclude one another in one process too.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open the file, which is created with its folder if it is not there; `take` locks it.
+    def __init__(self, path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> None:
+        """Open the file; `take` locks it.
 
         Args:
             path: the file to lock. It may be removed while it is locked, and its folder too.
+            flags: those of `os.open`. By default the file is created with its folder if it is not there. On NFS, only a
+                shared lock needs no permission to write.
 
         Raises:
             OSError: it cannot be created or opened; see `open_in_place`.
         """
-        self._path = path
+        self._path, self._flags = path, flags
         self._descriptor: int | None = self._open()
         _open_locks.add(self)
 
@@ -371,8 +373,9 @@ class FileLock:
             self._descriptor = None
 
     def _open(self) -> int:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        return open_in_place(self._path, os.O_RDWR | os.O_CREAT)
+        if self._flags & os.O_CREAT:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        return open_in_place(self._path, self._flags)
 
 
 _open_locks: "weakref.WeakSet[FileLock]" = weakref.WeakSet()

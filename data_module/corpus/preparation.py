@@ -5,9 +5,10 @@ A corpus is written to a temporary folder beside its own and renamed when it is 
 
 import gc
 import logging
+import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from data_module.corpus.checks import (
     size_warnings,
     source_warnings,
 )
-from data_module.corpus.manifest import differences, is_corpus, read_manifest
+from data_module.corpus.manifest import MANIFEST_NAME, differences, is_corpus, read_manifest
 from data_module.corpus.pairs import all_available, fingerprint, open_reader
 from data_module.errors import InputError
 from data_module.files import FileLock, disk_full_error, replace_folder
@@ -38,7 +39,6 @@ def prepare(
     *,
     force: bool = False,
     progress: bool = True,
-    before_replacing: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Create the corpus folder unless it exists and is up to date.
 
@@ -49,20 +49,23 @@ def prepare(
         tokenizer: replaces the tokenizer trained on the text, and the settings' `vocabulary_size`.
         force: rebuild the corpus even if it is up to date or was made from other inputs.
         progress: show progress bars on standard error for stages of more than two seconds.
-        before_replacing: called when the new corpus is complete; an error that it raises keeps the folder as it was.
 
     Returns:
         The manifest.
 
     Raises:
         InputError: the settings or a source are invalid, the folder holds a corpus of other inputs or settings, is
-            truncated, of another format, or no corpus, or the disk is full. No partial corpus is left behind.
+            truncated, of another format, or no corpus, or the disk is full; or a run trains on the corpus that would be
+            replaced. No partial corpus is left behind.
     """
     check_settings(settings)
     if tokenizer is not None:
         check_tokenizer(settings, tokenizer)
     folder = Path(settings.folder)
-    if not force and is_corpus(folder):
+    if force:
+        with _unused(folder):
+            pass  # This is checked again after the long work, during which runs may begin.
+    elif is_corpus(folder):
         read_manifest(folder)  # A truncated corpus, or one of another format, is refused before the texts are read.
     wanted = _wanted(settings)
     if not force and (manifest := _up_to_date(settings, wanted)) is not None:
@@ -73,7 +76,7 @@ def prepare(
         # If the folder is a link, replace the folder that it points to and keep the link.
         target = folder.resolve() if folder.is_symlink() else folder
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target):
+        with _locked(target), ExitStack() as until_replaced:
             _remove_leftovers(target)
             # Another process may have made the corpus while this one waited for the lock.
             manifest = _up_to_date(settings, wanted, ignore_differences=force)
@@ -88,8 +91,30 @@ def prepare(
                     for warning in [] if tokenizer else size_warnings(settings, checked):
                         log.warning(warning)
                     manifest = write_corpus(settings, own, inputs, checked, temporary, progress)
-                    before_replacing()
+                    until_replaced.enter_context(_unused(folder))
     return manifest
+
+
+@contextmanager
+def in_use(folder: Path) -> Iterator[None]:
+    """Keep `prepare --force` from replacing a corpus, by a shared lock on its manifest. It ends with the process."""
+    with ExitStack() as lock:
+        with suppress(OSError):  # A corpus can be trained on where its file system has no locks.
+            lock.enter_context(FileLock(folder / MANIFEST_NAME, os.O_RDONLY)).take(shared=True, wait=True)
+        yield
+
+
+@contextmanager
+def _unused(folder: Path) -> Iterator[None]:
+    """Keep runs from beginning to train on a corpus; raise InputError if one trains on it already."""
+    with ExitStack() as stack:
+        with suppress(OSError):  # There is no corpus, or its file system has no locks.
+            lock = stack.enter_context(FileLock(folder / MANIFEST_NAME, os.O_RDWR))
+            if not lock.take():
+                raise InputError(
+                    f"{folder}: a run is training on it; wait for its end, or name another corpus.folder"
+                )
+        yield
 
 
 @contextmanager

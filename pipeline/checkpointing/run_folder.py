@@ -25,7 +25,6 @@ from data_module.files import (
     existing_parent,
     is_temporary_file,
     json_object,
-    open_in_place,
     pinned,
     remove_temporary_files,
     write_error,
@@ -59,8 +58,6 @@ MAX_STARTS = 3
 
 _STEP_NAME = re.compile(r"step=(\d+)\.ckpt")
 _LOCK = ".lock"
-RUNS = ".runs"
-"""In a corpus: the folders of the runs that have trained on it, one a line."""
 _MAX_NAMED = 3
 _VERSIONS = "versions.json"
 _OWN_FILES = ("config.yaml", "tokenizer.model", _VERSIONS, STARTS)
@@ -246,39 +243,6 @@ def is_in_use(path: Path) -> bool:
 def in_use_error(path: Path) -> InputError:
     """Return the error for a folder that another process is writing to."""
     return InputError(f"{path}: another fit is writing to it; wait for it to end or give another run.folder")
-
-
-def note_run(corpus: Path, run: Path) -> None:
-    """Note in a corpus that a run trains on it, and in the run's lock which corpus, for `refuse_corpus_in_use`.
-
-    Without effect where the corpus is read-only.
-    """
-    # A corpus that is read-only or on a full disk can be trained on. For links see `refuse_links`.
-    with suppress(OSError), os.fdopen(open_in_place(run / _LOCK, os.O_WRONLY | os.O_TRUNC), "wb") as file:
-        file.write(os.fsencode(corpus.resolve()))
-    line = os.fsencode(f"{run.resolve()}\n")
-    with suppress(OSError), os.fdopen(open_in_place(corpus / RUNS, os.O_RDWR | os.O_CREAT), "r+b") as file:
-        if line not in file:  # which reads to the end
-            file.write(line)
-
-
-def refuse_corpus_in_use(corpus: Path) -> None:
-    """Raise InputError if a run that trains on the corpus is being written to."""
-    with suppress(FileNotFoundError, NotADirectoryError):  # No run has trained on it.
-        for line in (corpus / RUNS).read_bytes().splitlines():
-            run = Path(os.fsdecode(line))
-            if is_in_use(run) and _may_train_on(run, corpus):
-                raise InputError(
-                    f"{corpus}: the run in {run} is training on it; wait for its end, or name another corpus.folder"
-                )
-
-
-def _may_train_on(run: Path, corpus: Path) -> bool:
-    """Return whether a run that is being written to trains on the corpus; it may have trained on it before only."""
-    try:
-        return (run / _LOCK).read_bytes() in (b"", os.fsencode(corpus.resolve()))
-    except OSError:
-        return True  # Another user has the run.
 
 
 class RunFolder:

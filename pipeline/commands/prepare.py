@@ -8,7 +8,6 @@ goes to standard error. `manifest.json` in the folder holds all of it.
 import argparse
 import json
 import sys
-from functools import partial
 
 from data_module.files import user_path
 from pipeline.config.recipe import add_recipe_arguments
@@ -31,19 +30,14 @@ def run(arguments: argparse.Namespace) -> int:
     from data_module.corpus.manifest import TOKENIZER_NAME, numbers, summary
     from data_module.corpus.preparation import prepare
     from data_module.tokenization.tokenizer import Tokenizer
-    from pipeline.checkpointing.run_folder import refuse_corpus_in_use
     from pipeline.config.recipe import load_recipe
     from pipeline.inference.pieces import piece_report
     from pipeline.training.start import load_initial_weights
 
     recipe = load_recipe(arguments.config, arguments.overrides)
     with recipe.naming_places():
-        # Before the long work, and again after it; the new corpus has no notes of the runs that trained on the old one.
-        refuse = partial(refuse_corpus_in_use, recipe.corpus_folder())
-        if arguments.force:
-            refuse()
         tokenizer = load_initial_weights(arguments.init_from, recipe).tokenizer if arguments.init_from else None
-        manifest = prepare(recipe.corpus, tokenizer, force=arguments.force, before_replacing=refuse)
+        manifest = prepare(recipe.corpus, tokenizer, force=arguments.force)
         learned = Tokenizer.load(recipe.corpus_folder() / TOKENIZER_NAME).also_seen(tokenizer)
         for line, _ in piece_report(recipe.corpus, learned):
             print(line, file=sys.stderr)

@@ -174,12 +174,11 @@ def check_training(context: CheckContext) -> Iterable[CheckResult]:
 
 def check_run_folder(context: CheckContext) -> Iterable[CheckResult]:
     """Check that the run folder holds a run or can be created, and that no other process is writing to it."""
-    from pipeline.checkpointing.run_folder import RUNS, check_writable, in_use_error, refuse_links
+    from pipeline.checkpointing.run_folder import check_writable, in_use_error
     from pipeline.training.start import should_reset
 
     run = context.recipe.run_folder()
     check_writable(run, fresh=should_reset(context.reset, run, context.job))
-    refuse_links(context.recipe.corpus_folder() / RUNS)
     if context.job is None and context.is_in_use():
         raise in_use_error(run)  # A requeued job waits for its predecessor to end.
     return [CheckResult(True, f"run folder {run}")]

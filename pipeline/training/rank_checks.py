@@ -200,7 +200,7 @@ def _check_shared_corpus(ranks: RankGroup, folder: Path) -> Iterator[CheckResult
 def _corpus_digest(folder: Path) -> str | None:
     """Hash the files' names and sizes, and a sample from start, middle and end of each; None without a corpus.
 
-    Hidden files are no part of a corpus: `note_run` writes one on rank 0 alone.
+    Hidden files are no part of a corpus: version 1.0.0 wrote one on rank 0 alone.
     """
     if not (folder / "manifest.json").exists():
         return None

@@ -120,12 +120,13 @@ def begin_from(
 def open_start(
     recipe: "Recipe", job: JobStep | None, reset: bool, initial: InitialWeights | None, manifest: dict[str, Any]
 ) -> Iterator[Start]:
-    """Lock the run folder on rank 0 and find the checkpoint to resume from.
+    """Lock the run folder and the corpus on rank 0 and find the checkpoint to resume from.
 
     Inside a job the start is counted on rank 0; see `count_start`.
     """
+    from data_module.corpus.preparation import in_use
     from data_module.tokenization.tokenizer import Tokenizer
-    from pipeline.checkpointing.run_folder import RunFolder, count_start, note_run
+    from pipeline.checkpointing.run_folder import RunFolder, count_start
 
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
     with ExitStack() as stack:
@@ -134,7 +135,7 @@ def open_start(
             # A requeued job may find its predecessor still writing: that process ends, or its lock is released.
             folder = RunFolder(recipe.run_folder(), patience_seconds=LOCK_PATIENCE_SECONDS if job else 0)
             stack.callback(folder.close)
-            note_run(recipe.corpus_folder(), folder.path)
+            stack.enter_context(in_use(recipe.corpus_folder()))
         resume = None if reset else find_resume_point(recipe, tokenizer, checked=folder is not None)
         if job is not None and folder is not None:
             stack.enter_context(count_start(folder.path, job, resume.path if resume else None))

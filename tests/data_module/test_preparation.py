@@ -1,3 +1,4 @@
+import fcntl
 import gc
 import gzip
 import json
@@ -17,11 +18,12 @@ from tqdm import tqdm
 from data_module.corpus import builder
 from data_module.corpus.builder import learn_tokenizer
 from data_module.corpus.checks import check_text
-from data_module.corpus.preparation import prepare
+from data_module.corpus.preparation import in_use, prepare
 from data_module.corpus.store import open_corpus
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
 from data_module.tokenization.tokenizer import Tokenizer
+from tests.conftest import another_user
 
 WORDS = ["the", "a", "red", "blue", "house", "tree", "cat", "sees", "likes", "½", "Straße", "№", "über"]
 ROOT = Path(__file__).resolve().parents[2]
@@ -296,6 +298,18 @@ def test_of_two_concurrent_processes_one_writes_and_the_other_reads(settings: Co
     second = _start(settings, "builder.write_manifest = None")
     assert first.communicate()[0] == second.communicate()[0] == "done\n"
     assert text_of(settings) == pairs_of_text(400, 1)
+
+
+def test_a_corpus_that_cannot_be_written_is_locked_by_those_who_train_on_it() -> None:
+    with another_user() as folder:
+        manifest = folder / "manifest.json"
+        manifest.touch()
+        manifest.chmod(0o444)
+        folder.chmod(0o555)
+        with manifest.open() as file, in_use(folder), in_use(folder):
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder.chmod(0o755)
 
 
 @pytest.mark.parametrize(

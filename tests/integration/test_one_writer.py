@@ -11,9 +11,9 @@ from tests.integration.runs import checkpoints, kill, start, step_of
 
 
 def is_same_corpus(left: Path, right: Path) -> bool:
-    """Check that two folders hold the same files, apart from the noted runs, with no temporary files beside them."""
-    names = {path.name for path in left.iterdir()} - {".runs"}
-    assert names == {path.name for path in right.iterdir()} - {".runs"}
+    """Check that two folders hold the same files, with no temporary files beside them."""
+    names = {path.name for path in left.iterdir()}
+    assert names == {path.name for path in right.iterdir()}
     assert not list(left.parent.glob(".corpus.*"))
     return all((left / name).read_bytes() == (right / name).read_bytes() for name in names)
 

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from data_module.errors import InputError
-from pipeline.checkpointing.run_folder import note_run
 from pipeline.commands import doctor
 from pipeline.commands.doctor import agree_on_context
 from pipeline.config.recipe import load_recipe
@@ -99,9 +98,9 @@ def nothing() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_two_ranks_find_nothing_wrong(tiny_corpus: Path, tmp_path: Path) -> None:
-    """Each rank has its own copy of the corpus; runs are noted in rank 0's."""
+    """Each rank has its own copy of the corpus; version 1.0.0 noted runs in rank 0's."""
     corpora = [Path(shutil.copytree(tiny_corpus, tmp_path / name)) for name in ("ours", "theirs")]
-    note_run(corpora[0], tmp_path / "another")
+    (corpora[0] / ".runs").write_text("another\n")
     first, second = found(tmp_path, corpora, [tmp_path / "run"] * 2, [nothing] * 2)
     assert second == []
     [(ok, message, _)] = first

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -33,15 +33,14 @@ from pipeline.checkpointing.run_folder import (
     count_start,
     differences,
     is_run,
-    note_run,
     read_metrics,
-    refuse_corpus_in_use,
     reset_marker,
 )
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.runtime import launch, signals
 from pipeline.runtime.launch import JobStep, versions
 from pipeline.runtime.signals import Stopped
+from pipeline.training.start import open_start
 from tests.conftest import ROOT, another_user, refusal
 
 HOLD_LOCK = """
@@ -391,17 +390,6 @@ def test_a_link_where_fit_writes_in_place_is_refused(recipe_file: Path, tmp_path
     assert victim.read_text() == "precious"
 
 
-def test_a_link_in_a_corpus_is_refused(recipe_file: Path, tiny_corpus: Path, tmp_path: Path) -> None:
-    corpus = Path(shutil.copytree(tiny_corpus, tmp_path / "corpus"))
-    (corpus / ".runs").unlink(missing_ok=True)
-    (corpus / ".runs").symlink_to(tmp_path / "victim")
-    line = refusal("fit", recipe_file, "--corpus.folder", corpus, "--run.folder", tmp_path / "run")
-    assert line == f"error: {corpus / '.runs'}: is a link, which fit does not follow; remove it"
-    with closing(RunFolder(tmp_path / "run")) as run:
-        note_run(corpus, run.path)
-    assert not (tmp_path / "victim").exists()
-
-
 def test_what_is_in_the_way_of_a_corpus(recipe_file: Path, tmp_path: Path) -> None:
     """A link there is not followed, and what cannot be removed is named before the work."""
     command = ["prepare", str(recipe_file), "--corpus.folder", str(tmp_path / "corpus")]
@@ -482,51 +470,26 @@ def test_a_start_that_did_not_fail_resets_the_count(tmp_path: Path, end: BaseExc
             start(tmp_path, restarts, None, ArithmeticError())
 
 
-def test_fit_notes_its_run_in_the_corpus(trained_run: Path, tiny_corpus: Path) -> None:
-    assert f"{trained_run}\n" in (tiny_corpus / ".runs").read_text()
-
-
 def test_a_corpus_is_not_replaced_while_a_run_trains_on_it(
     recipe_file: Path, tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus = Path(shutil.copytree(tiny_corpus, tmp_path / "corpus"))
-    for name in ("ended", "running"):
-        note_run(corpus, tmp_path / name)
-        note_run(corpus, tmp_path / name)
-    (tmp_path / "ended").mkdir()
     command = ["prepare", str(recipe_file), "--force", "--corpus.folder", str(corpus)]
+    recipe = load_recipe([recipe_file], ["--corpus.folder", str(corpus), "--run.folder", str(tmp_path / "run")])
     before = (corpus / "manifest.json").stat().st_ino
-    folder = RunFolder(tmp_path / "running")
-    said = f"{corpus}: the run in {folder.path} is training on it; wait for its end"
-    assert said in refusal(*command)
-    assert (corpus / "manifest.json").stat().st_ino == before
-    folder.close()
-    began: list[RunFolder] = []
 
     def write_while_a_run_begins(*arguments: Any) -> dict[str, Any]:
-        began.append(RunFolder(tmp_path / "running"))
-        note_run(corpus, began[0].path)
+        began.enter_context(open_start(recipe, None, False, None, {}))
         return write_corpus(*arguments)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(preparation, "write_corpus", write_while_a_run_begins)
-        assert said in refusal(*command)
-    assert (corpus / "manifest.json").stat().st_ino == before
-    began[0].close()
+    with ExitStack() as began:
+        with monkeypatch.context() as patch:
+            patch.setattr(preparation, "write_corpus", write_while_a_run_begins)
+            for _ in range(2):  # The run begins after the first check, and then before it.
+                assert f"{corpus}: a run is training on it; wait for its end" in refusal(*command)
+        assert (corpus / "manifest.json").stat().st_ino == before
     assert main(command) == 0
     assert (corpus / "manifest.json").stat().st_ino != before
-
-
-def test_only_the_corpus_that_a_run_trains_on_now_is_in_use(tmp_path: Path) -> None:
-    """The name of the run's folder is not UTF-8."""
-    former, corpus = tmp_path / "former", tmp_path / "corpus"
-    with closing(RunFolder(tmp_path / os.fsdecode(b"caf\xe9"))) as run:
-        for folder in (former, corpus):
-            folder.mkdir()
-            note_run(folder, run.path)
-        refuse_corpus_in_use(former)
-        with pytest.raises(InputError, match="is training on it"):
-            refuse_corpus_in_use(corpus)
 
 
 def test_metrics_are_read_from_a_file_only(tmp_path: Path) -> None:
