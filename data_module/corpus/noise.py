@@ -10,7 +10,6 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from string import ascii_letters, digits
-from typing import TypeVar
 
 import numpy as np
 from numpy.random import Generator
@@ -19,14 +18,14 @@ from numpy.typing import NDArray
 from data_module.settings import NoiseSettings
 from data_module.tokenization.tokenizer import is_blank
 
-_Option = TypeVar("_Option")
-
 NOISE_KINDS: tuple[str, ...] = tuple(field.name for field in fields(NoiseSettings))
 """The kinds of noise: keys of `corpus.noise`, in the order in which they are applied.
 
 Strings are inserted last, so that no other kind changes them.
 """
 CASINGS: tuple[str, ...] = ("lower_case", "title_case", "upper_case")
+INSERTED_STRINGS = ("web_address", "email_address", "number", "emoji")
+"""The kinds that put a string into both sides."""
 TYPO_RATE = 1 / 6
 """Probability that a word of `MIN_LETTERS` letters or more is misspelled."""
 MIN_LETTERS = 4
@@ -103,7 +102,7 @@ def add_noise(
         elif kind == "no_final_punctuation":
             source = without_final_punctuation(source, protected)
         else:
-            source, target = insert(INSERTED_STRINGS[kind](random), source, target, random, protected)
+            source, target = insert(string_of(kind, random), source, target, random, protected)
     return source, target
 
 
@@ -238,151 +237,38 @@ _SYLLABLES = (
     *("na", "net", "ni", "no", "or", "pa", "per", "pi", "ra", "ri", "ro", "sa", "sen", "si", "so", "sta", "ta", "tech"),
     *("ter", "ti", "to", "tri", "va", "ver", "vi", "wa", "wi", "xa", "zen", "zo"),
 )
-_ENDINGS = (
-    *("com", "com", "com", "org", "net", "de", "fr", "eu", "io", "co.uk", "info", "edu", "gov", "it", "es", "nl", "pl"),
-    *("cz", "se", "at", "ch", "be", "ca", "com.au", "co.jp", "app", "dev"),
-)
-_PATH_WORDS = (
-    *("index", "news", "about", "blog", "products", "shop", "search", "help", "docs", "en", "de", "article", "view"),
-    *("images", "user", "login", "download", "wiki", "support", "contact", "watch", "item", "page", "events", "faq"),
-)
-_KEYS = ("id", "q", "page", "lang", "v", "ref", "utm_source", "user", "sort", "t", "session", "token")
-_IDENTIFIER_CHARACTERS = ascii_letters + digits + "_-"
-_FILE_TYPES = (".html", ".php", ".pdf", ".jpg", ".htm", ".aspx")
-_FIRST_NAMES = (
-    *("anna", "peter", "maria", "john", "lena", "paul", "sofia", "max", "laura", "david", "emma", "jan", "julia"),
-    *("tom", "sara", "lukas", "nina", "marc", "eva", "felix", "info", "office", "contact", "support", "sales", "press"),
-)
+_ENDINGS = ("com", "com", "com", "org", "net", "de", "fr", "eu", "io", "co.uk", "info", "com.au", "es", "pl")
 _EMOJI = (
-    *"😀😃😄😁😆😅😂🤣🙂🙃😉😊😇🥰😍🤩😘😋😜🤪🤗🤔🤐😐😏🙄😬😌😔😴😷🤒🥳😎🤓😕😟😮😲😳🥺😢😭😱😖😞😓😩😤😡😠🤬💀💩👻👽🤖🙈🙉🙊",
-    *"💋💔💕💖💙💚💛💜🖤💯💥💪👍👎👌👏🙌🙏👋🤝👉👇🔥✨⭐🌟🎉🎊🎁🎂🎈🏆⚽🏀🎵🎶📷📱💻📧📞📅📌✅❌❓❗🌈🌍🌹🌸🌲🍀🍕🍺☕🍷",
-    *"🚗🚀🏠🐶🐱🐻🐼🦊🦁🐸🐵🐔🦄",
+    *"😀😃😄😁😆😅😂🤣🙂🙃😉😊😇🥰😍🤩😘😋😜🤪🤗🤔😐😏🙄😬😌😔😴😷🥳😎🤓😟😮🥺😢😭😱😩😡🤬💀💩👻🤖🙈",
+    *"💔💕💙💛💯💥💪👍👎👌👏🙌🙏👋👉🔥✨⭐🎉🎁🎂🏆⚽🎵📷📱💻📧📞📅✅❌❓❗🌍🌹🌲🍕☕🍷🚗🚀🏠🐶🐱🦄",
     # Several code points each: variants, skin tones, joined emoji and flags.
-    *("❤️", "✌️", "⚠️", "➡️", "☀️", "✈️", "👍🏽", "🙏🏻", "👩‍💻", "🤷‍♀️", "🇩🇪", "🇫🇷", "🇬🇧", "🇺🇸", "🇪🇺"),
+    *("❤️", "⚠️", "✈️", "👍🏽", "🙏🏻", "👩‍💻", "🤷‍♀️", "🇩🇪", "🇬🇧", "🇪🇺"),
 )
+_PATTERNS = {
+    "web_address": ("https://W.E", "www.W.E/W", "https://W-W.E/W/NDDD.html", "http://www.W.E/W?v=AAAAAAAA"),
+    "email_address": ("W@W.E", "W.W@W.E", "W_WDD@W-W.E"),
+    # Amounts, times, dates and telephone numbers.
+    "number": ("NDDD", "N,DDD.DD", "$NDD.DD", "DD.D%", "1D:4D", "20DD-0N-1D", "1D.0N.20DD", "+4N DD DDDDDDD"),
+}
+"""In a pattern, W is an invented word, E the ending of a domain, D a digit, N one above 0, A a letter or digit."""
+_ALPHABETS = {"E": _ENDINGS, "D": digits, "N": digits[1:], "A": ascii_letters + digits}
 
 
-def web_address(random: Generator) -> str:
-    """Return an address such as `https://www.manober.co.uk/news/4082.html?page=7` or `www.kado.eu`."""
-    draw, *_ = draws = random.random(4).tolist()
-    start = _choice(("https://", "https://", "https://www.", "http://", "www.", "www."), random)
-    path = "".join(f"/{_path_word(random)}" for _ in range(int(draws[1] * 4)))
-    if path and draws[2] < 0.25:
-        path += _choice(_FILE_TYPES, random)
-    elif draws[2] > 0.7:
-        path += "/"
-    query = ""
-    if draws[3] < 0.3:
-        query = "?" + "&".join(f"{_choice(_KEYS, random)}={_value(random)}" for _ in range(1 + int(draws[3] * 10)))
-    return start + _domain(random) + path + query + (f"#{_name(random)}" if draw > 0.95 else "")
+def string_of(kind: str, random: Generator) -> str:
+    """Return a string of one of `INSERTED_STRINGS`, such as `www.kado.eu/belmi`, `sen.zoti@mato.de` or `$104.20`."""
+    if kind == "emoji":  # Most often one, at most three, alike or not.
+        first, second = (_choice(_EMOJI, random) for _ in range(2))
+        return _choice((first, first, first, first + second, first * 3), random)
+    pattern = _choice(_PATTERNS[kind], random)
+    return re.sub("[WEDNA]", lambda slot: _fill(slot[0], random), pattern)
 
 
-def email_address(random: Generator) -> str:
-    """Return an address such as `anna.belko@mato.de`, `j_sen82@gola.org` or `sales@xaver.com`."""
-    draw = random.random()
-    name = _choice(_FIRST_NAMES, random)
-    if draw < 0.5:
-        name += _choice(".._-", random) + _name(random)
-    elif draw < 0.65:
-        name = name[0] + _choice(("", ".", "_"), random) + _name(random)
-    if 0.4 < draw < 0.75:
-        name += _digits(1 + int(random.random() * 4), random)
-    return f"{name}@{_domain(random)}"
+def _fill(slot: str, random: Generator) -> str:
+    if slot != "W":
+        return _choice(_ALPHABETS[slot], random)
+    return "".join(_choice(_SYLLABLES, random) for _ in range(2 + int(random.random() * 3)))
 
 
-def number(random: Generator) -> str:
-    """Return a count, an amount, a time, a date, a telephone number or a version."""
-    kind = int(random.random() * 9)
-    if kind < 2:  # four to nine digits with commas: `1,234.56`
-        count = f"{int(10 ** (3 + random.random() * 6)):,}"
-        return count if random.random() < 0.5 else f"{count}.{_digits(2, random)}"
-    if kind == 2:
-        return str(int(10 ** (random.random() * 7)))
-    if kind == 3:
-        return _decimal(random)
-    if kind == 4:
-        amount = f"{int(10 ** (random.random() * 4)):,}.{_digits(2, random)}"
-        return _choice(("$", "€", "£"), random) + amount if random.random() < 0.5 else f"{_decimal(random)}%"
-    if kind == 5:
-        time = f"{int(random.random() * 24):02}:{int(random.random() * 60):02}"
-        return time if random.random() < 0.8 else f"{time}:{int(random.random() * 60):02}"
-    if kind == 6:
-        day, month, year = (first + int(random.random() * n) for first, n in ((1, 28), (1, 12), (1950, 100)))
-        form = _choice(("{2}-{1:02}-{0:02}", "{0:02}.{1:02}.{2}", "{1}/{0}/{2}"), random)
-        return form.format(day, month, year)
-    if kind == 7:  # `+49 30 1234567`, `(030) 123-4567`, `030 1234567` or `555-0123`
-        forms = "+{}{} {}{} {}{}{}{}{}{}{}", "({}{}{}) {}{}{}-{}{}{}{}", "0{}{}{} {}{}{}{}{}{}", "{}{}{}-{}{}{}{}"
-        return _choice(forms, random).format(*_digits(11, random))
-    return ".".join(str(int(random.random() * n)) for n in (10, 20, 30))
-
-
-def emoji(random: Generator) -> str:
-    """Return one emoji, or in three of ten cases two or three, alike or not."""
-    draw = random.random()
-    first = _choice(_EMOJI, random)
-    if draw < 0.7:
-        return first
-    if draw < 0.85:
-        return first * (2 + int(random.random() * 2))
-    return first + _choice(_EMOJI, random)
-
-
-def _decimal(random: Generator) -> str:
-    return f"{int(10 ** (random.random() * 3))}.{_digits(1 + int(random.random() * 3), random)}"
-
-
-def _choice(options: Sequence[_Option], random: Generator) -> _Option:
+def _choice(options: Sequence[str], random: Generator) -> str:
     # A tenth of the time of `random.choice`.
     return options[int(random.random() * len(options))]
-
-
-def _digits(count: int, random: Generator) -> str:
-    return f"{int(random.random() * 10**count):0{count}}"
-
-
-def _name(random: Generator) -> str:
-    """Return a word of two to four syllables."""
-    return "".join(
-        _SYLLABLES[int(draw * len(_SYLLABLES))] for draw in random.random(2 + int(random.random() * 3)).tolist()
-    )
-
-
-def _domain(random: Generator) -> str:
-    draw = random.random()
-    name = _name(random) if draw < 0.8 else f"{_name(random)}-{_name(random)}"
-    return f"{name}{_digits(1 + (draw > 0.75), random) if 0.7 < draw < 0.8 else ''}.{_choice(_ENDINGS, random)}"
-
-
-def _path_word(random: Generator) -> str:
-    draw = random.random()
-    if draw < 0.4:
-        return _choice(_PATH_WORDS, random)
-    if draw < 0.6:
-        return _digits(1 + int(random.random() * 7), random)
-    if draw < 0.75:
-        return _identifier(random)
-    return "-".join(_name(random) for _ in range(1 + int(random.random() * 3)))
-
-
-def _value(random: Generator) -> str:
-    draw = random.random()
-    if draw < 0.4:
-        return _digits(1 + int(random.random() * 6), random)
-    if draw < 0.7:
-        return _name(random)
-    return _identifier(random) if draw < 0.9 else f"{_name(random)}+{_name(random)}"
-
-
-def _identifier(random: Generator) -> str:
-    """Return five to twelve letters and digits, as in the addresses of videos."""
-    draws = random.random(5 + int(random.random() * 8)).tolist()
-    return "".join(_IDENTIFIER_CHARACTERS[int(draw * len(_IDENTIFIER_CHARACTERS))] for draw in draws)
-
-
-INSERTED_STRINGS: dict[str, Callable[[Generator], str]] = {
-    "web_address": web_address,
-    "email_address": email_address,
-    "number": number,
-    "emoji": emoji,
-}
-"""The kinds that put a string into both sides, and the functions that draw it."""
