@@ -15,7 +15,7 @@ import pyarrow.parquet as parquet
 import pytest
 import yaml
 
-from data_module.corpus import dataset_reader
+from data_module.corpus import dataset_library
 from data_module.corpus.pairs import read_pairs
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
@@ -231,7 +231,6 @@ def test_by_name_from_the_hub(settings: CorpusSettings, tmp_path: Path, monkeypa
         return files
 
     monkeypatch.setattr(datasets, "load_dataset_builder", builder_of)
-    monkeypatch.setattr(datasets, "get_dataset_config_names", builder_of)
     monkeypatch.setattr(datasets.DownloadManager, "download", download)
     train = replace(settings.train[0], dataset="wmt/wmt14")
     named = replace(settings, train=[train], validation=[replace(train, split="validation")])
@@ -246,9 +245,9 @@ def test_by_name_from_the_hub(settings: CorpusSettings, tmp_path: Path, monkeypa
         made(named)
     # Training does not contact the hub, because compute nodes may have no network.
     shutil.rmtree(hub)
-    dataset_reader._open_on_hub.cache_clear()
+    dataset_library._open_on_hub.cache_clear()
     ensure_corpus(named)
-    message = r"wmt/none: no such folder, and no such data set on the Hugging Face hub"
+    message = r"wmt/none: no such folder, and it cannot be fetched from the Hugging Face hub \(wmt/none\); correct"
     with pytest.raises(InputError, match=message):
         made(replace(named, train=[replace(train, dataset="wmt/none")]))
 
@@ -262,21 +261,23 @@ def test_invalid_utf8(settings: CorpusSettings, tmp_path: Path) -> None:
 
 
 def test_no_such_data_set_subset_split_or_language(settings: CorpusSettings, tmp_path: Path) -> None:
-    fails(settings, "a/b/none: no such folder", train=changed(settings, dataset="a/b/none"))
-    fails(settings, "a file, not a data set; name", train=changed(settings, dataset=str(tmp_path / "wmt14/README.md")))
-    message = "wmt14: there is no subset 'fr-en'; give `subset`, one of: cs-en, de-en"
-    fails(settings, message, train=changed(settings, subset="fr-en"))
-    (tmp_path / "wmt14/README.md").write_text(README.partition("dataset_info")[0] + "---\n")
-    fails(settings, "wmt14: it has subsets; give `subset`, one of: cs-en", train=changed(settings, subset=None))
-    message = "wmt14: there is no split 'dev'; give `split`, one of: train, validation"
-    fails(settings, message, train=changed(settings, split="dev"))
+    card, empty = tmp_path / "wmt14/README.md", tmp_path / "empty"
+    empty.mkdir()
+    for message, changes in (
+        ("none: no such folder", {"dataset": "a/b/none"}),
+        ("a file, not a data set; name", {"dataset": str(card)}),
+        ("empty: cannot be read as a data set (", {"dataset": str(empty)}),
+        ("(BuilderConfig 'fr-en' not found. Available: ['cs-en', 'de-en']); name", {"subset": "fr-en"}),
+        ("wmt14: there is no split 'dev'; give `split`, one of: train, validation", {"split": "dev"}),
+    ):
+        fails(settings, message, train=changed(settings, **changes))
     message = "-00000-of-00001.parquet: 'fr' is none of its languages (de, en); correct corpus.target_language"
     fails(settings, message, target_language="fr")
     fails(settings, "are both 'de'; name its two languages", source_language="de")
-    (tmp_path / "wmt14/README.md").unlink()
-    fails(settings, "there is no subset 'fr-en'; give `subset`, one of: cs", train=changed(settings, subset="fr-en"))
-    (tmp_path / "empty").mkdir()
-    fails(settings, "empty: cannot be read as a data set", train=changed(settings, dataset=str(tmp_path / "empty")))
+    card.write_text(README.partition("dataset_info")[0] + "---\n")
+    fails(settings, "pick one among the available configs: ['cs-en',", train=changed(settings, subset=None))
+    card.unlink()
+    fails(settings, "'fr-en' not found", train=changed(settings, subset="fr-en"))
     made(settings)
 
 
@@ -347,6 +348,7 @@ def test_a_damaged_file_among_several_is_named(settings: CorpusSettings, tmp_pat
 
 def test_without_the_library(settings: CorpusSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.delitem(sys.modules, "data_module.corpus.dataset_library")
     fails(settings, "a `dataset` source needs a library", "; run: .venv/bin/pip install -c constraints.txt")
 
 
