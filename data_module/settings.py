@@ -138,12 +138,16 @@ class CorpusSettings:
     """Name of the target language in a data set. BLEU and `evaluate --paper` tokenize by it, and exports name it."""
     vocabulary_size: int = 37_000
     """Number of pieces of the joint vocabulary of both languages, special pieces included."""
+    tokenizer: PathText | None = None
+    """A run, a bundle or a sentencepiece model whose vocabulary is used; if null, one is learned from the text."""
     tokenizer_sentences: int = 10_000_000
     """The tokenizer is trained on at most this many training sentences, a seeded sample."""
     character_coverage: float = 1.0
     """Fraction of the training text whose characters get a piece of their own, from 0.98 to 1."""
     byte_fallback: bool = False
     """Spell characters without a piece of their own by their bytes, so that nothing is unknown. Takes 256 pieces."""
+    split_digits: bool = False
+    """Make each of the digits 0 to 9 a piece of its own, so that a number is spelled alike wherever it occurs."""
     user_symbols: list[str] = field(default_factory=list)
     """Placeholders and tags, such as `__NAME__` or `<b>`: each is one piece, even inside a word, and keeps its case."""
     lowercase: bool = False

@@ -314,7 +314,8 @@ class _Split:
         if fraction > _MAX_UNKNOWN:
             log.warning(
                 "%.0f %% of the %s text's pieces are unknown to the tokenizer, which was trained on other text: compare"
-                " the texts' languages and normal forms (NFC, NFD); with --init-from, the tokenizer is the other run's",
+                " the texts' languages and normal forms (NFC, NFD); with corpus.tokenizer or --init-from it was trained"
+                " elsewhere",
                 100 * fraction,
                 "training" if self._name == "train" else self._name,
             )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data_module.corpus.manifest import TOKENIZER_NAME
 from data_module.corpus.pairs import PairChunk, PairFilter, least_lengths, open_reader, read_pairs, with_prefix
 from data_module.corpus.store import MAX_TOKENS
 from data_module.errors import InputError
@@ -114,30 +115,74 @@ def _check_text_sources(settings: CorpusSettings) -> None:
                 )
 
 
-def check_tokenizer(settings: CorpusSettings, tokenizer: Tokenizer) -> None:
-    """Raise InputError if a tokenizer that another run was trained with is not what the settings ask for."""
+def tokenizer_file(settings: CorpusSettings) -> Path | None:
+    """Return the file that `corpus.tokenizer` names, itself or by its folder; None to learn a tokenizer."""
+    if settings.tokenizer is None:
+        return None
+    path = Path(settings.tokenizer)
+    return path / TOKENIZER_NAME if path.is_dir() else path
+
+
+def given_tokenizer(settings: CorpusSettings, earlier: Tokenizer | None = None) -> Tokenizer | None:
+    """Return the tokenizer to use in place of one learned from the text, after checking it; None to learn one.
+
+    Args:
+        settings: the recipe's `corpus:` section.
+        earlier: the tokenizer of the run to start from or to resume, if there is one.
+
+    Raises:
+        InputError: a tokenizer is not what the settings ask for, or they name another one than that run's; or
+            `corpus.tokenizer` cannot be read or normalizes text.
+    """
+    if earlier is not None:
+        _check_tokenizer(settings, earlier, "the tokenizer of the run to start from", "start without --init-from")
+    if (path := tokenizer_file(settings)) is None:
+        return earlier
+    if not path.is_file():
+        raise InputError(f"corpus.tokenizer: {path}: no such file; name a run, a bundle or a sentencepiece model")
+    try:
+        given = Tokenizer.load(path)
+    except InputError as error:
+        raise InputError(f"corpus.tokenizer: {error}") from error
+    if given.normalization not in ("identity", "user_defined" if given.lowercase else ""):
+        raise InputError(
+            f"corpus.tokenizer: {path} normalizes text ({given.normalization}), which exports would not do; name one"
+            " that was trained with normalization_rule_name=identity"
+        )
+    if earlier is not None and earlier.model != given.model:
+        raise InputError(
+            f"corpus.tokenizer: {path} is not the tokenizer of the run to start from; leave it out, or start without"
+            " --init-from"
+        )
+    if given.vocabulary_size != settings.vocabulary_size:
+        raise InputError(
+            f"corpus.vocabulary_size: {settings.vocabulary_size}, but {path} has {given.vocabulary_size} pieces; set"
+            f" it to {given.vocabulary_size}"
+        )
+    _check_tokenizer(settings, given, str(path), "name another corpus.tokenizer")
+    return earlier or Tokenizer(given.model)  # The pieces that another network was trained on are of no account.
+
+
+def _check_tokenizer(settings: CorpusSettings, tokenizer: Tokenizer, name: str, otherwise: str) -> None:
+    """Raise InputError if a tokenizer that is there already is not what the settings ask for."""
     if settings.lowercase != tokenizer.lowercase:
         does = "lower-cases" if tokenizer.lowercase else "does not lower-case"
         raise InputError(
-            f"corpus.lowercase: the tokenizer of the run to start from {does}; set it to"
-            f" {str(tokenizer.lowercase).lower()}, or start without --init-from"
+            f"corpus.lowercase: {name} {does}; set it to {str(tokenizer.lowercase).lower()}, or {otherwise}"
         )
     missing = [symbol for symbol in settings.user_symbols if symbol not in tokenizer.user_symbols]
-    if missing:
-        raise InputError(
-            f"corpus.user_symbols: {', '.join(missing)}: not in the tokenizer of the run to start from, and a tokenizer"
-            " cannot grow; leave it out, or start without --init-from"
-        )
-    if settings.bpe_dropout != BpeDropout() and not tokenizer.is_bpe:
-        raise InputError(
-            "corpus.bpe_dropout: the tokenizer of the run to start from is no byte-pair encoding of this project;"
-            " leave it out, or start without --init-from"
-        )
-    if settings.byte_fallback and not tokenizer.byte_fallback:
-        raise InputError(
-            "corpus.byte_fallback: the tokenizer of the run to start from has no bytes, and a tokenizer cannot grow;"
-            " set it to false, or start without --init-from"
-        )
+    for key, is_missing, problem in (
+        ("user_symbols", bool(missing), f"{', '.join(missing)}: not in {name}, and a tokenizer cannot grow"),
+        ("byte_fallback", settings.byte_fallback and not tokenizer.byte_fallback, f"{name} has no bytes"),
+        ("split_digits", settings.split_digits and not tokenizer.splits_digits, f"{name} has pieces of several digits"),
+        (
+            "bpe_dropout",
+            settings.bpe_dropout != BpeDropout() and not tokenizer.is_bpe,
+            f"{name} is no byte-pair encoding of this project",
+        ),
+    ):
+        if is_missing:
+            raise InputError(f"corpus.{key}: {problem}; leave it out, or {otherwise}")
 
 
 def lock_file(folder: Path) -> Path:
@@ -300,7 +345,8 @@ def size_warnings(settings: CorpusSettings, checked: TextChecker) -> list[str]:
     # A vocabulary needs a piece for each character, and some for words.
     characters = set().union(*(source.characters for source in train))
     suggestion = max(100, tokens // (2 * MIN_PIECE_TOKENS), 2 * len(characters)) + reserved
-    if tokens < MIN_PIECE_TOKENS * learned and suggestion < settings.vocabulary_size:
+    is_learned = settings.tokenizer is None
+    if is_learned and tokens < MIN_PIECE_TOKENS * learned and suggestion < settings.vocabulary_size:
         warnings.append(
             f"corpus.vocabulary_size {settings.vocabulary_size}: each piece occurs only about"
             f" {max(1, round(tokens / learned))} times, so that many are learned badly; set about {suggestion}"

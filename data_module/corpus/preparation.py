@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from data_module.corpus.checks import (
     check_folder,
     check_settings,
     check_text,
-    check_tokenizer,
+    given_tokenizer,
     lock_file,
     size_warnings,
     source_warnings,
+    tokenizer_file,
 )
 from data_module.corpus.manifest import MANIFEST_NAME, differences, is_corpus, read_manifest
 from data_module.corpus.pairs import all_available, fingerprint, open_reader
@@ -31,6 +32,9 @@ from data_module.settings import CorpusSettings
 from data_module.tokenization.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+_DEFAULTS = {field.name: field.default for field in fields(CorpusSettings) if field.default is not MISSING}
+"""Settings that a corpus has not stored are newer than it is, and have had no other value."""
 
 
 def prepare(
@@ -46,7 +50,8 @@ def prepare(
 
     Args:
         settings: the recipe's `corpus:` section.
-        tokenizer: replaces the tokenizer trained on the text, and the settings' `vocabulary_size`.
+        tokenizer: that of a run to start from. It replaces the tokenizer trained on the text, and the settings'
+            `vocabulary_size`.
         force: rebuild the corpus even if it is up to date or was made from other inputs.
         progress: show progress bars on standard error for stages of more than two seconds.
 
@@ -59,8 +64,7 @@ def prepare(
             replaced. No partial corpus is left behind.
     """
     check_settings(settings)
-    if tokenizer is not None:
-        check_tokenizer(settings, tokenizer)
+    given_tokenizer(settings, tokenizer)
     folder = Path(settings.folder)
     if force:
         with _unused(folder):
@@ -76,22 +80,30 @@ def prepare(
         # If the folder is a link, replace the folder that it points to and keep the link.
         target = folder.resolve() if folder.is_symlink() else folder
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target), ExitStack() as until_replaced:
+        with _locked(target):
             _remove_leftovers(target)
             # Another process may have made the corpus while this one waited for the lock.
             manifest = _up_to_date(settings, wanted, ignore_differences=force)
             if manifest is None or force:
-                # Check every source before doing any expensive work.
-                checked = check_text(settings)
-                for warning in source_warnings(settings, checked):
-                    log.warning(warning)
-                with _replacing(target) as temporary, without_garbage_collection():
-                    inputs = wanted | {"hub_revisions": _hub_revisions(settings)}
-                    own = tokenizer or learn_tokenizer(settings, checked, progress)
-                    for warning in [] if tokenizer else size_warnings(settings, checked):
-                        log.warning(warning)
-                    manifest = write_corpus(settings, own, inputs, checked, temporary, progress)
-                    until_replaced.enter_context(_unused(folder))
+                manifest = _make(settings, tokenizer, wanted, target, progress)
+    return manifest
+
+
+def _make(
+    settings: CorpusSettings, earlier: Tokenizer | None, wanted: dict[str, Any], folder: Path, progress: bool
+) -> dict[str, Any]:
+    """Make the corpus, put it in the place of `folder`, and return its manifest; `prepare` describes the arguments."""
+    # Check every source before doing any expensive work.
+    checked = check_text(settings)
+    for warning in source_warnings(settings, checked):
+        log.warning(warning)
+    with ExitStack() as until_replaced, _replacing(folder) as temporary, without_garbage_collection():
+        inputs = wanted | {"hub_revisions": _hub_revisions(settings)}
+        tokenizer = given_tokenizer(settings, earlier) or learn_tokenizer(settings, checked, progress)
+        for warning in [] if earlier else size_warnings(settings, checked):
+            log.warning(warning)
+        manifest = write_corpus(settings, tokenizer, inputs, checked, temporary, progress)
+        until_replaced.enter_context(_unused(folder))
     return manifest
 
 
@@ -111,9 +123,7 @@ def _unused(folder: Path) -> Iterator[None]:
         with suppress(OSError):  # There is no corpus, or its file system has no locks.
             lock = stack.enter_context(FileLock(folder / MANIFEST_NAME, os.O_RDWR))
             if not lock.take():
-                raise InputError(
-                    f"{folder}: a run is training on it; wait for its end, or name another corpus.folder"
-                )
+                raise InputError(f"{folder}: a run is training on it; wait for its end, or name another corpus.folder")
         yield
 
 
@@ -140,6 +150,8 @@ def existing_corpus(settings: CorpusSettings, *, compare_texts: bool) -> dict[st
         InputError: the folder is no corpus, or the corpus is truncated or was made from other inputs or settings.
     """
     reads = compare_texts and is_corpus(Path(settings.folder)) and all_available(settings)
+    if (given := tokenizer_file(settings)) is not None:
+        reads = reads and given.exists()
     return _up_to_date(settings, _wanted(settings) if reads else {"settings": _settings_dict(settings)})
 
 
@@ -153,6 +165,8 @@ def _settings_dict(settings: CorpusSettings) -> dict[str, Any]:
 
 def _wanted(settings: CorpusSettings) -> dict[str, Any]:
     files = {name: path for text in settings.texts() for name, path in open_reader(text, settings).files().items()}
+    if (given := tokenizer_file(settings)) is not None:
+        files[str(given)] = given
     return {
         "settings": _settings_dict(settings),
         "source_files": [fingerprint(name, path) for name, path in files.items()],
@@ -183,7 +197,7 @@ def _up_to_date(
     if ignore_differences:
         return None
     manifest = read_manifest(folder)
-    if changes := differences(manifest, wanted):
+    if changes := differences(manifest | {"settings": _DEFAULTS | manifest["settings"]}, wanted):
         raise InputError(
             f"{folder}: was made from other inputs or settings: {'; '.join(changes)};"
             " name another corpus.folder, or rebuild this one for a new run with `prepare --force`"

@@ -249,6 +249,16 @@ class Tokenizer:
         return not self.pair and bool(spec.model_type == spec.BPE)
 
     @cached_property
+    def splits_digits(self) -> bool:
+        """Whether each of the digits 0 to 9 is a piece of its own."""
+        return bool(self.proto().trainer_spec.split_digits)
+
+    @cached_property
+    def normalization(self) -> str:
+        """The name of sentencepiece's rules that change text before it is encoded: "identity" changes nothing."""
+        return str(self.proto().normalizer_spec.name)
+
+    @cached_property
     def user_symbols(self) -> list[str]:
         """The user symbols that the tokenizer was trained with, in the order of their ids.
 

@@ -190,6 +190,8 @@ def _options(words: WordCounts, settings: CorpusSettings) -> dict[str, Any]:
         options["user_defined_symbols"] = symbols
     if byte_fallback:
         options["byte_fallback"] = True
+    if settings.split_digits:
+        options["split_digits"] = True
     if coverage >= 1:
         options["required_chars"] = learnable
         # sentencepiece adds the most frequent of the other characters until this much of the text is covered, and

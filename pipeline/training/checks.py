@@ -213,7 +213,14 @@ def check_corpus(context: CheckContext) -> Iterable[CheckResult]:
     `doctor` also reads the texts, prepared or not, and names likely mistakes in them.
     """
     from data_module.corpus.builder import check_vocabulary_size
-    from data_module.corpus.checks import TextChecker, check_folder, check_settings, size_warnings, source_warnings
+    from data_module.corpus.checks import (
+        TextChecker,
+        check_folder,
+        check_settings,
+        given_tokenizer,
+        size_warnings,
+        source_warnings,
+    )
     from data_module.corpus.manifest import TOKENIZER_NAME
     from data_module.corpus.pairs import all_available
     from data_module.corpus.preparation import existing_corpus
@@ -231,6 +238,7 @@ def check_corpus(context: CheckContext) -> Iterable[CheckResult]:
             return
     else:
         check_folder(settings)
+        given_tokenizer(settings)
     checker, num_read = TextChecker(settings), 0
     for split, text in checker.sources():
         num_read += yield from check_text(checker, split, text, reads_text)
@@ -240,11 +248,11 @@ def check_corpus(context: CheckContext) -> Iterable[CheckResult]:
     tokenizer = None if context.is_in_use() else context.earlier_tokenizer()
     if is_prepared:
         tokenizer = Tokenizer.load(context.recipe.corpus_folder() / TOKENIZER_NAME).also_seen(tokenizer)
-    elif tokenizer is not None:
+    elif (tokenizer := given_tokenizer(settings, tokenizer)) is not None:
         tokenizer = Tokenizer(tokenizer.model)  # What this text adds to the pieces that it has seen is not known.
     # Otherwise the vocabulary, and what the network has learned, come from another run or an earlier start of this one.
     if context.init_from is None and context.checkpoint() is None:
-        if not is_prepared:
+        if tokenizer is None:
             tokenizer = check_vocabulary_size(settings, checker)
         yield from (CheckResult(True, line, is_warning=True) for line in size_warnings(settings, checker))
     if tokenizer is not None:

@@ -297,7 +297,7 @@ def load_initial_weights(path: Path, recipe: "Recipe") -> InitialWeights:
     Raises InputError when there is nothing of that kind, or when its network or the corpus's vocabulary differs,
     or when its tokenizer lacks a user symbol or the bytes that the recipe asks for.
     """
-    from data_module.corpus.checks import check_tokenizer
+    from data_module.corpus.checks import given_tokenizer
     from data_module.corpus.manifest import is_corpus, read_manifest
     from model.settings import changed_keys
     from pipeline.training.marian_import import is_marian
@@ -313,7 +313,7 @@ def load_initial_weights(path: Path, recipe: "Recipe") -> InitialWeights:
         raise InputError(
             f"{initial.path}: has another network: {'; '.join(different)}; give the recipe the same network settings"
         )
-    check_tokenizer(recipe.corpus, initial.tokenizer)
+    given_tokenizer(recipe.corpus, initial.tokenizer)
     folder = Path(recipe.corpus.folder)
     if is_corpus(folder) and read_manifest(folder)["tokenizer"]["sha256"] != initial.tokenizer.sha256:
         raise InputError(

@@ -301,14 +301,15 @@ def test_of_two_concurrent_processes_one_writes_and_the_other_reads(settings: Co
 
 
 def test_a_corpus_that_cannot_be_written_is_locked_by_those_who_train_on_it() -> None:
-    with another_user() as folder:
+    with another_user() as place:
+        folder = place / "corpus"
+        folder.mkdir()
         manifest = folder / "manifest.json"
         manifest.touch()
         manifest.chmod(0o444)
         folder.chmod(0o555)
-        with manifest.open() as file, in_use(folder), in_use(folder):
-            with pytest.raises(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with manifest.open() as file, in_use(folder), in_use(folder), pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         folder.chmod(0o755)
 
 

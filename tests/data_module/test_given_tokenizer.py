@@ -1,0 +1,210 @@
+"""`corpus.tokenizer` takes a vocabulary that is there already, and `corpus.split_digits` spells numbers by digits."""
+
+import io
+import json
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sentencepiece
+import yaml
+
+from data_module.corpus.preparation import existing_corpus
+from data_module.corpus.store import open_variants
+from data_module.errors import InputError
+from data_module.settings import BpeDropout, CorpusSettings, NoiseSettings, TextSource
+from data_module.tokenization.encoders import DropoutEncoder, WordEncoder
+from data_module.tokenization.tokenizer import SPACE_MARK, Tokenizer
+from data_module.tokenization.training import standalone_model
+from pipeline.__main__ import main
+from pipeline.config.recipe import load_recipe
+from pipeline.training.checks import CheckContext, check_recipe
+from tests.conftest import pipeline, refusal, sentences, tiny_recipe, train_tokenizer
+from tests.data_module.test_preparation import made, write_pairs
+
+NUMBERS = ["In 1999, 12,345.67 of 1.000 were 3rd.", "30 °C, 24/7, +49 30 1234567, 2024-05-01", "1999 2000 20 1 a1b22c"]
+
+
+def settings_of(texts: Path, **changes: Any) -> CorpusSettings:
+    train, validation = (
+        [TextSource(str(texts / f"{split}.source"), str(texts / f"{split}.target"))]
+        for split in ("train", "validation")
+    )
+    defaults = {"folder": str(texts / "corpus"), "train": train, "validation": validation, "vocabulary_size": 60}
+    return CorpusSettings(**defaults | changes)
+
+
+def exchanged(settings: CorpusSettings) -> dict[str, Any]:
+    return {
+        split: [TextSource(text.target, text.source) for text in getattr(settings, split)]
+        for split in ("train", "validation")
+    }
+
+
+def test_two_directions_have_one_vocabulary(tiny_corpus: Path, tmp_path: Path) -> None:
+    settings = settings_of(tiny_corpus.parent)
+    learned = shutil.copytree(tiny_corpus, tmp_path / "learned")
+    reverse = replace(settings, folder=str(tmp_path / "reverse"), tokenizer=str(learned), **exchanged(settings))
+    made(reverse)
+    for side, other in (("source", "target"), ("target", "source")):
+        ours, theirs = (
+            folder / f"train.{name}.tokens.npy" for folder, name in ((tmp_path / "reverse", side), (learned, other))
+        )
+        assert ours.read_bytes() == theirs.read_bytes()
+    assert (tmp_path / "reverse/tokenizer.model").read_bytes() == (learned / "tokenizer.model").read_bytes()
+    assert made(reverse) == existing_corpus(reverse, compare_texts=True)
+    # The model may have gone, as the texts may; another one is a difference.
+    (learned / "tokenizer.model").rename(learned / "away")
+    assert existing_corpus(reverse, compare_texts=True) is not None
+    (learned / "tokenizer.model").write_bytes(train_tokenizer(sentences(200, 9), 60).model)
+    with pytest.raises(InputError, match=r"learned/tokenizer\.model has changed"):
+        made(reverse)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokenizer": "none"}, "corpus.tokenizer: none: no such file; name a run, a bundle or a sentencepiece model"),
+        ({"tokenizer": "FOLDER/tokenizer.seen"}, "corpus.tokenizer: {}/tokenizer.seen: not a tokenizer: no sentencepi"),
+        ({"vocabulary_size": 61}, "corpus.vocabulary_size: 61, but {}/tokenizer.model has 60 pieces; set it to 60"),
+        ({"user_symbols": ["<b>"]}, "corpus.user_symbols: <b>: not in {}/tokenizer.model, and a tokenizer cannot grow"),
+        ({"lowercase": True}, "corpus.lowercase: {}/tokenizer.model does not lower-case; set it to false, or name"),
+        (
+            {"byte_fallback": True},
+            "corpus.byte_fallback: {}/tokenizer.model has no bytes; leave it out, or name another",
+        ),
+        ({"split_digits": True}, "corpus.split_digits: {}/tokenizer.model has pieces of several digits; leave it out"),
+    ],
+)
+def test_a_tokenizer_that_does_not_suit_is_refused_before_text_is_read(
+    tiny_corpus: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    """By `prepare`, `fit` and `doctor`. The training text is not there, which would be said next."""
+    values = tiny_recipe(tiny_corpus.parent)
+    values["corpus"] |= {"folder": str(tmp_path / "corpus"), "tokenizer": str(tiny_corpus), **changes}
+    values["corpus"]["tokenizer"] = values["corpus"]["tokenizer"].replace("FOLDER", str(tiny_corpus))
+    values["corpus"]["train"] = {"source": "none", "target": "none"}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(values))
+    expected = message.format(tiny_corpus)
+    assert expected in refusal("prepare", recipe)
+    assert expected in refusal("fit", recipe, "--run.folder", tmp_path / "run")
+    context = CheckContext(load_recipe([recipe]), None, False, None)
+    assert [result.message for result in check_recipe(context) if expected in result.message and not result.ok]
+    assert not (tmp_path / "corpus").exists()
+
+
+def model_of(**options: Any) -> bytes:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a house and a tree"] * 9), model_writer=model, vocab_size=15, minloglevel=2, **options
+    )
+    return model.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"pad_id": 0, "unk_id": 1, "bos_id": 2, "eos_id": 3},
+            r"normalizes text \(nmt_nfkc\), which exports would not do",
+        ),
+        ({"normalization_rule_name": "identity"}, r"pad, unk, bos, eos are \(-1, 0, 1, 2\), not \(0, 1, 2, 3\)"),
+    ],
+)
+def test_models_of_other_programs(tiny_corpus: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    model = tmp_path / "other.model"
+    model.write_bytes(model_of(**options))
+    settings = settings_of(
+        tiny_corpus.parent, folder=str(tmp_path / "corpus"), tokenizer=str(model), vocabulary_size=15
+    )
+    with pytest.raises(InputError, match=rf"^corpus\.tokenizer: .*other\.model.*{message}"):
+        made(settings)
+    ids = {"pad_id": 0, "unk_id": 1, "bos_id": 2, "eos_id": 3}
+    model.write_bytes(model_of(normalization_rule_name="identity", **ids))
+    with pytest.raises(InputError, match=r"^corpus\.bpe_dropout: .*other\.model is no byte-pair encoding"):
+        made(replace(settings, bpe_dropout=BpeDropout(0.1)))
+    made(settings)
+
+
+def test_a_run_to_start_from_has_the_tokenizer_that_is_named(tiny_corpus: Path, tmp_path: Path) -> None:
+    own = Tokenizer.load(tiny_corpus / "tokenizer.model")
+    other = train_tokenizer(sentences(200, 9), 60)
+    settings = settings_of(tiny_corpus.parent, folder=str(tmp_path / "corpus"), tokenizer=str(tiny_corpus))
+    with pytest.raises(
+        InputError, match=r"^corpus\.tokenizer: .* is not the tokenizer of the run to start from; leave"
+    ):
+        made(settings, tokenizer=other)
+    made(settings, tokenizer=own)
+
+
+def test_a_corpus_that_has_not_stored_a_newer_key_has_its_default(tiny_corpus: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_corpus, tmp_path / "corpus")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for key in ("tokenizer", "split_digits"):
+        del manifest["settings"][key]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    settings = settings_of(tiny_corpus.parent, folder=str(folder))
+    assert existing_corpus(settings, compare_texts=True) == manifest
+    with pytest.raises(InputError, match=r"corpus\.split_digits was false, now true"):
+        existing_corpus(replace(settings, split_digits=True), compare_texts=False)
+
+
+@pytest.fixture(scope="module")
+def splitting() -> Tokenizer:
+    return train_tokenizer([*NUMBERS * 50, *sentences(200, 9)], 90, split_digits=True)
+
+
+def has_single_digits(pieces: list[str]) -> bool:
+    return all(len(piece) == 1 for piece in pieces if set(piece) & set("0123456789"))
+
+
+def test_each_digit_is_a_piece_for_all_encoders(splitting: Tokenizer) -> None:
+    assert splitting.splits_digits
+    assert has_single_digits(splitting.pieces())
+    assert not has_single_digits(train_tokenizer([*NUMBERS * 50, *sentences(200, 9)], 90).pieces())
+    plain = [ids.tolist() for ids in splitting.encode(NUMBERS)]
+    assert splitting.decode(plain) == NUMBERS
+    assert splitting.spell("a 2024")[-5:] == [SPACE_MARK, "2", "0", "2", "4"]
+    words, _ = WordEncoder(splitting, np.dtype(np.uint16)).encode(NUMBERS)
+    assert [np.frombuffer(ids, np.uint16).tolist() for ids in words] == plain
+    assert [ids.tolist() for ids in DropoutEncoder(splitting, 0.0).encode(NUMBERS, 1)] == plain
+    dropped = [ids.tolist() for ids in DropoutEncoder(splitting, 0.5).encode(NUMBERS, 1)]
+    assert dropped != plain
+    assert splitting.decode(dropped) == NUMBERS
+    exported: Any = sentencepiece.SentencePieceProcessor(model_proto=standalone_model(splitting))
+    assert exported.encode(NUMBERS) == plain
+
+
+def test_digits_in_noise_are_single_too(tmp_path: Path) -> None:
+    chooser = random.Random(1)
+    pairs = [(f"{chooser.randrange(10**6)} {line}",) * 2 for line in sentences(200, 9)]
+    text = write_pairs(tmp_path, "train", pairs)
+    options: dict[str, Any] = {"noise": NoiseSettings(number=0.5), "bpe_dropout": BpeDropout(0.1, 0.1), "variants": 2}
+    made(CorpusSettings(str(tmp_path / "corpus"), [text], [text], vocabulary_size=90, split_digits=True, **options))
+    tokenizer = Tokenizer.load(tmp_path / "corpus/tokenizer.model")
+    for variant in open_variants(tmp_path / "corpus"):
+        used = np.unique(variant.source.tokens)
+        assert has_single_digits([tokenizer.pieces()[piece] for piece in used])
+
+
+def test_both_directions_are_trained_and_score_each_other(trained_run: Path, tiny_corpus: Path, tmp_path: Path) -> None:
+    """Each reads the other's translations, and their tokens can be compared."""
+    values = tiny_recipe(tiny_corpus.parent)
+    text = values["corpus"]
+    for split in ("train", "validation"):
+        text[split] = {"source": text[split]["target"], "target": text[split]["source"]}
+    text |= {"folder": str(tmp_path / "corpus"), "tokenizer": str(trained_run)}
+    (tmp_path / "reverse.yaml").write_text(yaml.safe_dump(values))
+    assert main(["fit", str(tmp_path / "reverse.yaml"), "--run.folder", str(tmp_path / "run")]) == 0
+    target = tiny_corpus.parent / "validation.target"
+    done = pipeline("translate", tmp_path / "run", "--source", target, "--output", tmp_path / "back")
+    assert done.returncode == 0, done.stderr
+    options = ["--source", tmp_path / "back", "--target", target, "--reverse", tmp_path / "run"]
+    done = pipeline("score", trained_run, *options)
+    assert done.returncode == 0, done.stderr
+    assert [len(line.split("\t")) for line in done.stdout.decode().splitlines()] == [5] * 40
