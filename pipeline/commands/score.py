@@ -179,7 +179,7 @@ def check_reverse(forward: "Translator", reverse: "Translator", compares_tokens:
     if compares_tokens and sorted(forward.tokenizer.pieces()) != sorted(reverse.tokenizer.pieces()):
         raise InputError(
             f"--reverse {reverse.name}: has another vocabulary than {forward.name}, so that cross-entropies for each"
-            " token cannot be compared; prepare both corpora from the same text with the same settings"
+            " token cannot be compared; name the first model's run as corpus.tokenizer of the second"
         )
 
 
