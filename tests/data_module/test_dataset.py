@@ -349,6 +349,7 @@ def test_a_damaged_file_among_several_is_named(settings: CorpusSettings, tmp_pat
 def test_without_the_library(settings: CorpusSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.delitem(sys.modules, "data_module.corpus.dataset_library")
+    monkeypatch.delattr("data_module.corpus.dataset_library")
     fails(settings, "a `dataset` source needs a library", "; run: .venv/bin/pip install -c constraints.txt")
 
 
