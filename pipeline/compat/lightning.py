@@ -2,8 +2,6 @@
 
 - `Trainer._signal_connector.register_signal_handlers` and `_TrainingEpochLoop._broadcast_sigterm_tensor`: leave SIGTERM
   and SIGUSR1 to `runtime.signals`. No public alternative.
-- `Trainer._checkpoint_connector`, its `_restore_modules_and_callbacks` and `restore_training_state`: say which
-  checkpoint cannot be restored. No public alternative.
 - `_TrainingEpochLoop.val_loop`, its `restarting` and `run`: run a validation outside the loop's schedule. The public
   `Trainer.validate` does not work inside `fit`.
 - `Strategy._forward_redirection`: call a method of the module inside the forward pass of its DDP wrapper. Public: for
@@ -24,7 +22,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
@@ -37,8 +34,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from data_module.errors import InputError
-
 
 def disable_signal_handling(trainer: Trainer) -> None:
     """Stop Lightning from handling SIGTERM and SIGUSR1.
@@ -48,26 +43,6 @@ def disable_signal_handling(trainer: Trainer) -> None:
     """
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-
-
-def name_unusable_checkpoint(trainer: Trainer, path: Path) -> None:
-    """Raise InputError where the state in a checkpoint does not fit the run that is resumed from it."""
-
-    def naming(restore: Callable[..., None]) -> Callable[..., None]:
-        def restore_or_refuse(*args: Any, **kwargs: Any) -> None:
-            try:
-                restore(*args, **kwargs)
-            except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-                if isinstance(error, RuntimeError) and "loading state_dict" not in str(error):
-                    raise  # It comes from the device.
-                said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-                raise InputError(f"{path}: cannot be resumed from ({said}); remove it, or use --fresh") from error
-
-        return restore_or_refuse
-
-    connector = trainer._checkpoint_connector
-    for name in ("_restore_modules_and_callbacks", "restore_training_state"):
-        setattr(connector, name, naming(getattr(connector, name)))
 
 
 def precision_plugin(options: dict[str, Any]) -> Any:

@@ -23,7 +23,7 @@ from model.transformer import Transformer
 from pipeline.checkpointing.callback import EMA, CheckpointCallback
 from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
 from pipeline.checkpointing.run_folder import STOPPED_EARLY, settings_of_ranks
-from pipeline.compat.lightning import disable_signal_handling, name_unusable_checkpoint
+from pipeline.compat.lightning import disable_signal_handling
 from pipeline.config.recipe import Recipe
 from pipeline.config.settings import max_seconds
 from pipeline.inference.bleu_tokenizer import spacing_warning
@@ -230,6 +230,4 @@ def build_trainer(start: Start, options: dict[str, Any], callbacks: list[Callbac
     if isinstance(trainer.strategy, ConnectedDDP):
         trainer.strategy.settings = settings_of_ranks(start.recipe)
         trainer.strategy.folder = start.recipe.run_folder()
-    if resume:
-        name_unusable_checkpoint(trainer, resume.path)
     return trainer

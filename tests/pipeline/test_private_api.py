@@ -9,7 +9,6 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sacrebleu
@@ -22,9 +21,8 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import nn
 from torch._inductor.async_compile import AsyncCompile
 
-from data_module.errors import InputError
 from pipeline.compat import pytorch
-from pipeline.compat.lightning import disable_signal_handling, name_unusable_checkpoint
+from pipeline.compat.lightning import disable_signal_handling
 from pipeline.compat.metrics import chrf_score, chrf_statistics
 from tests.conftest import ROOT
 
@@ -56,24 +54,6 @@ def test_lightning() -> None:
     assert averaging._average_model is None
     assert averaging._latest_update_step == 0
     assert "self._swap_models(pl_module)" in inspect.getsource(WeightAveraging.on_validation_epoch_start)
-
-
-@pytest.mark.parametrize("name", ["_restore_modules_and_callbacks", "restore_training_state"])
-def test_lightning_restores_a_checkpoint(name: str) -> None:
-    """What does not fit is refused in one line; an error of the device is none of the checkpoint's."""
-    assert f"self._checkpoint_connector.{name}(" in inspect.getsource(Trainer._run)
-    for error in (KeyError("loops"), RuntimeError("Error(s) in loading state_dict"), RuntimeError("CUDA error")):
-        trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", barebones=True)
-
-        def fail(error: Exception = error) -> None:
-            raise error
-
-        setattr(trainer._checkpoint_connector, name, fail)
-        name_unusable_checkpoint(trainer, Path("some.ckpt"))
-        expected: Any = RuntimeError if "CUDA" in str(error) else InputError
-        with pytest.raises(expected, match=r"CUDA error|some\.ckpt: cannot be resumed from") as raised:
-            getattr(trainer._checkpoint_connector, name)()
-        assert type(raised.value) is expected
 
 
 def test_pytorch_lists_of_tensors() -> None:
