@@ -13,11 +13,9 @@ OWN = ("data_wait", "compute", "loop_overhead")
 STEP = (*OWN, "communication_wait")
 """Phases of a step: a rank's own part, and waiting for the other ranks and for the network."""
 
-RECENT_SECONDS = 300.0
-"""The median step is that of the last steps that took this long together."""
-RECENT_STEPS = 1000
-"""At most this many steps."""
-ENOUGH_STEPS = 3
+_RECENT_STEPS = 100
+"""The median step is that of this many steps."""
+_ENOUGH_STEPS = 3
 """With fewer steps there is no median: the first one after a start takes longer than those that follow."""
 
 
@@ -67,7 +65,7 @@ class StepClock:
         self._since_lap = dict.fromkeys(STEP, 0.0)
         self.counted_seconds = 0.0
         """Seconds in steps up to the last reading; a resumed run restores them from its checkpoint."""
-        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._unfinished = 0.0
         self._last_phase = ""
 
@@ -98,13 +96,11 @@ class StepClock:
         if phase == "loop_overhead" and self._last_phase == "compute":
             self._recent.append(self._unfinished)
             self._unfinished = 0.0
-            while sum(self._recent) > RECENT_SECONDS and len(self._recent) > ENOUGH_STEPS:
-                self._recent.popleft()
         self._unfinished += seconds
 
     def median_step_seconds(self) -> float | None:
         """Return the median of the recent steps up to the last reading; None if they are too few."""
-        return statistics.median(self._recent) if len(self._recent) >= ENOUGH_STEPS else None
+        return statistics.median(self._recent) if len(self._recent) >= _ENOUGH_STEPS else None
 
     def lap(self) -> dict[str, float]:
         """Return the seconds in each phase of a step since the last call."""
