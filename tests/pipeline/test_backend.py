@@ -109,47 +109,39 @@ def test_a_cpu(recipe_file: Path, tmp_path: Path) -> None:
     assert "attention plain, loss PyTorch" in pipeline("doctor", *arguments, "pytorch").stdout.decode()
 
 
-def test_where_attention_takes_the_compiled_program() -> None:
-    """In float32 and bfloat16, for the paper's attention without dropout, with heads of whole vectors."""
-
-    def chosen(precision: str = "32-true", kernels: str | None = None, **settings: Any) -> str:
-        options = {"accelerator": "cpu", "precision": precision}
-        backend = choose_backend(kernels, None, options, NetworkSettings(**settings))
-        assert not backend.constant_rows
-        assert f"attention {backend.attention.name}, " in backend.line()
-        return backend.attention.name
-
-    assert {chosen(), chosen("bf16-mixed"), chosen(d_k=16, d_v=48)} == {"C++"}
-    assert {chosen("64-true"), chosen("16-mixed"), chosen(d_k=24), chosen(d_v=8)} == {"plain"}
-    assert {chosen(attention_dropout=0.1), chosen(kernels="pytorch")} == {"plain"}
-
-
 @pytest.mark.parametrize(
-    ("accelerator", "precision", "kernels", "d_model", "loss", "search"),
+    ("accelerator", "precision", "kernels", "settings", "parts"),
     [
-        ("cpu", "bf16-mixed", None, 512, "C++", "PyTorch"),
-        ("cpu", "bf16-mixed", None, 256, "C++", "C++"),
-        ("cpu", "32-true", None, 512, "C++", "C++"),
-        ("cpu", "32-true", "pytorch", 512, "PyTorch", "PyTorch"),
-        ("cpu", "64-true", None, 256, "PyTorch", "PyTorch"),
-        ("cpu", "16-mixed", None, 256, "PyTorch", "PyTorch"),
-        ("mps", "32-true", None, 256, "PyTorch", "PyTorch"),
+        ("cpu", "bf16-mixed", None, {}, ("C++", "C++", "PyTorch")),
+        ("cpu", "bf16-mixed", None, {"d_model": 256}, ("C++", "C++", "C++")),
+        ("cpu", "32-true", None, {}, ("C++", "C++", "C++")),
+        ("cpu", "32-true", "pytorch", {}, ("plain", "PyTorch", "PyTorch")),
+        ("cpu", "64-true", None, {"d_model": 256}, ("plain", "PyTorch", "PyTorch")),
+        ("cpu", "16-mixed", None, {"d_model": 256}, ("plain", "PyTorch", "PyTorch")),
+        ("mps", "32-true", None, {"d_model": 256}, ("plain", "PyTorch", "PyTorch")),
+        # The compiled attention takes heads of whole vectors, without dropout; the compiled search knows one norm.
+        ("cpu", "32-true", None, {"d_k": 16, "d_v": 48}, ("C++", "C++", "C++")),
+        ("cpu", "32-true", None, {"d_k": 24}, ("plain", "C++", "C++")),
+        ("cpu", "32-true", None, {"d_v": 8}, ("plain", "C++", "C++")),
+        ("cpu", "32-true", None, {"attention_dropout": 0.1}, ("plain", "C++", "C++")),
+        ("cpu", "32-true", None, {"norm": "rms"}, ("C++", "C++", "PyTorch")),
     ],
 )
-def test_where_loss_and_search_are_compiled(
-    accelerator: str, precision: str, kernels: str | None, d_model: int, loss: str, search: str
+def test_what_is_compiled(
+    accelerator: str,
+    precision: str,
+    kernels: str | None,
+    settings: dict[str, Any],
+    parts: tuple[str, str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options = {"accelerator": accelerator, "precision": precision}
-    backend = choose_backend(kernels, None, options, NetworkSettings(d_model=d_model))
-    assert (backend.loss.name, backend.search.name, backend.notes) == (loss, search, ())
-    assert backend.scales_loss == (precision == "16-mixed")
-
-
-def test_a_network_that_the_compiled_search_lacks_has_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(NORMS, "rms", nn.RMSNorm)
-    network = NetworkSettings(norm="rms")
-    backend = choose_backend(None, None, {"accelerator": "cpu", "precision": "32-true"}, network)
-    assert (backend.loss.name, backend.search.name) == ("C++", "PyTorch")
+    options = {"accelerator": accelerator, "precision": precision}
+    backend = choose_backend(kernels, None, options, NetworkSettings(**settings))
+    assert (backend.attention.name, backend.loss.name, backend.search.name, backend.notes) == (*parts, ())
+    assert backend.scales_loss == (precision == "16-mixed")
+    assert not backend.constant_rows
+    assert f"attention {parts[0]}, loss {parts[1]}, " in backend.line()
 
 
 @pytest.mark.filterwarnings("ignore:.*Trainer")

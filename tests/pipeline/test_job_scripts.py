@@ -308,24 +308,47 @@ def test_a_job_is_no_task_of_the_array_that_submitted_it(tmp_path: Path) -> None
     assert "SLURM_ARRAY_TASK_ID" not in done.environment
 
 
-EVALUATED = "average runs/a --last 1\nevaluate runs/a/average-last-1.ckpt"
+EVALUATED = "average runs/a --last 3\nevaluate runs/a/average-last-3.ckpt"
+RAN = "$(touch ran)"
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "output"),
+    ("script", "words", "environment", "code", "output"),
     [
-        ("runs/a", 0, f"{EVALUATED}\n"),
-        ("runs/a x y --paper", 0, f"{EVALUATED} --source x --reference y --paper\n"),
-        ("runs/a --test-set wmt14/full", 0, f"{EVALUATED} --test-set wmt14/full\n"),
-        ("runs/a x", 2, "both texts or none"),
-        ("runs/a x --paper", 2, "both texts or none"),
-        ("--paper", 2, "a run folder is required"),
-        ("", 2, "a run folder is required"),
+        # Two texts or the recipe's; of as many checkpoints as there are, or as are asked for.
+        ("evaluate", "runs/a", {}, 0, f"{EVALUATED}\n"),
+        ("evaluate", "runs/a x y --paper", {}, 0, f"{EVALUATED} --source x --reference y --paper\n"),
+        ("evaluate", "runs/a --test-set wmt14/full", {}, 0, f"{EVALUATED} --test-set wmt14/full\n"),
+        ("evaluate", "runs/a", {"LAST": "2"}, 0, EVALUATED.replace("3", "2") + "\n"),
+        ("evaluate", "runs/a", {"LAST": f"x[{RAN}]"}, 2, "is not a number of checkpoints"),
+        ("evaluate", "runs/b", {}, 0, "average runs/b --last 1\nevaluate runs/b/average-last-1.ckpt\n"),
+        ("evaluate", "runs/a x", {}, 2, "both texts or none"),
+        ("evaluate", "runs/a x --paper", {}, 2, "both texts or none"),
+        ("evaluate", "--paper", {}, 2, "a run folder is required"),
+        ("evaluate", "", {}, 2, "a run folder is required"),
+        # Without a file, each task of an array would print all translations.
+        ("translate", "runs/a --source x --output y", {}, 0, "translate runs/a --source x --output y\n"),
+        ("translate", "runs/a --output=y --source x", {}, 0, "translate runs/a --output=y --source x\n"),
+        ("translate", "runs/a --source x --outputs y", {}, 2, "--output is required"),
+        # A sweep needs a recipe for each task.
+        ("sweep", "a.yaml b.yaml", {"SLURM_ARRAY_TASK_ID": "1"}, 0, "doctor --config b.yaml\nfit --config b.yaml\n"),
+        *(
+            ("sweep", "a.yaml b.yaml", {"SLURM_ARRAY_TASK_ID": number}, 2, "--array 0-1")
+            for number in ("2", "", f"x[{RAN}]")
+        ),
     ],
 )
-def test_a_job_evaluates_two_texts_or_the_recipes(words: str, code: int, output: str, tmp_path: Path) -> None:
-    done = job(tmp_path, "evaluate", words)
-    assert (done.code, output in done.output + done.log) == (code, True), done.log
+def test_what_a_job_runs(
+    script: str, words: str, environment: Mapping[str, str], code: int, output: str, tmp_path: Path
+) -> None:
+    checkpoints = tmp_path / "runs" / "a" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    for step in (4, 8, 12):
+        (checkpoints / f"step={step}.ckpt").touch()
+    done = job(tmp_path, script, words, environment=environment)
+    assert done.code == code, done.log
+    assert done.output == output if code == 0 else (done.output == "" and output in done.log)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_no_older_average_is_evaluated(tmp_path: Path) -> None:
@@ -333,45 +356,11 @@ def test_no_older_average_is_evaluated(tmp_path: Path) -> None:
     assert (done.code, done.output) == (3, "average runs/a --last 1\n")
 
 
-@pytest.mark.parametrize(("last", "averaged"), [("", "3"), ("2", "2"), ("x[$(touch ran)]", None)])
-def test_a_job_averages_what_there_is(last: str, averaged: str | None, tmp_path: Path) -> None:
-    checkpoints = tmp_path / "runs" / "a" / "checkpoints"
-    checkpoints.mkdir(parents=True)
-    for step in (4, 8, 12):
-        (checkpoints / f"step={step}.ckpt").touch()
-    done = job(tmp_path, "evaluate", "runs/a", environment={"LAST": last})
-    lines = [f"average runs/a --last {averaged}", f"evaluate runs/a/average-last-{averaged}.ckpt"]
-    assert (done.code, done.output.splitlines()) == ((0, lines) if averaged else (2, [])), done.log
-    assert not (tmp_path / "ran").exists()
-
-
 def test_a_job_ends_though_it_ignores_sigterm(tmp_path: Path) -> None:
     """And leaves nothing that runs on."""
     ignores = {"preexec_fn": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN)}
     done = job(tmp_path, "export", "runs/a exports/a", **ignores)
     assert (done.code, done.output, done.log) == (0, "export runs/a exports/a --force\n", "")
-
-
-def test_a_text_is_translated_to_a_file(tmp_path: Path) -> None:
-    """Without one, each task of an array would print all translations."""
-    for number, words in enumerate(("runs/a --source x --output y", "runs/a --output=y --source x")):
-        (tmp_path / str(number)).mkdir()
-        done = job(tmp_path / str(number), "translate", words)
-        assert (done.code, done.output) == (0, f"translate {words}\n"), done.log
-    done = job(tmp_path, "translate", "runs/a --source x --outputs y")
-    assert (done.code, done.output, "--output is required" in done.log) == (2, "", True)
-
-
-@pytest.mark.parametrize("number", ["3", "", "x[$(touch ran)]"])
-def test_a_sweep_needs_a_recipe_for_each_task(number: str, tmp_path: Path) -> None:
-    done = job(tmp_path, "sweep", "a.yaml b.yaml c.yaml", environment={"SLURM_ARRAY_TASK_ID": number})
-    assert (done.code, done.output, "--array 0-2" in done.log) == (2, "", True)
-    assert not (tmp_path / "ran").exists()
-
-
-def test_a_task_of_a_sweep_trains_its_recipe(tmp_path: Path) -> None:
-    done = job(tmp_path, "sweep", "a.yaml b.yaml c.yaml", environment={"SLURM_ARRAY_TASK_ID": "1"})
-    assert done.output == "doctor --config b.yaml\nfit --config b.yaml\n"
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "slurm").glob("*.sbatch")), ids=lambda path: path.stem)
