@@ -70,6 +70,8 @@ ROOT_FILES = {
 }
 LONGEST_FUNCTION = 60
 MOST_PARAMETERS = 8
+MOST_LATE_IMPORTS = 195
+MOST_LATE_IMPORTS_WITHOUT_A_REASON = 171
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).glob("**/*.py"))
 
 
@@ -180,6 +182,35 @@ def test_functions_have_a_readable_size(path: Path) -> None:
         parameters = [one for one in arguments if one.arg not in ("self", "cls")]
         assert lines <= LONGEST_FUNCTION, f"{path.name}: {name} has {lines} lines"
         assert len(parameters) <= MOST_PARAMETERS, f"{path.name}: {name} has {len(parameters)} parameters"
+
+
+def late_imports(path: Path) -> dict[int, bool]:
+    """Lines of imports inside functions; whether a comment on the line or above its block gives the reason."""
+    text = path.read_text(encoding="utf-8")
+    lines, found, explained = text.splitlines(), {}, set()
+    for function in ast.walk(ast.parse(text)):
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            for node in ast.walk(function):
+                if isinstance(node, (ast.Import, ast.ImportFrom)):
+                    above, own = lines[node.lineno - 2], lines[node.lineno - 1 : node.end_lineno]
+                    is_explained = above.lstrip().startswith("#") or "#" in "".join(own)
+                    is_explained |= node.lineno - 1 in explained
+                    explained |= {node.end_lineno} if is_explained else set()
+                    found[node.lineno] = is_explained
+    return found
+
+
+def test_imports_inside_functions_are_few_and_have_a_reason(tmp_path: Path) -> None:
+    """A command's first half refuses mistakes before torch is there; then it imports a module that imports the rest."""
+    found = {path: late_imports(path) for path in FILES}
+    assert sum(map(len, found.values())) <= MOST_LATE_IMPORTS
+    without = [
+        f"{path}:{line}" for path, lines in found.items() for line, has_reason in lines.items() if not has_reason
+    ]
+    assert len(without) <= MOST_LATE_IMPORTS_WITHOUT_A_REASON, without
+    example = tmp_path / "example.py"
+    example.write_text("def f():\n    import a\n\n    # why\n    from b import (\n        c,\n    )\n    import d\n")
+    assert late_imports(example) == {2: False, 5: True, 8: True}
 
 
 def test_git_has_the_project_and_nothing_that_runs_leave() -> None:

@@ -228,9 +228,9 @@ def _unregistered_names(values: dict[str, Any], places: dict[str, str]) -> list[
         value = values[section].get(name) if isinstance(values.get(section), dict) else None
         if isinstance(value, (str, int, float)) and not isinstance(value, bool):
             names[key] = str(value)
-    # The registries import torch, which some commands do not need.
     if all(name == _REGISTRY_KEYS[key] for key, name in names.items()):
         return []
+    # The registries import torch, which some commands do not need.
     from model.layers import ACTIVATIONS, NORMS, SELF_ATTENTIONS
     from model.optimization import OPTIMIZERS, SCHEDULES
 
