@@ -42,6 +42,7 @@ class TranslationDataModule(LightningDataModule):
         seed: int,
         corpus_settings: CorpusSettings | None = None,
         constant_rows: bool = True,
+        validation_translations: int | None = None,
     ) -> None:
         """Open the corpus.
 
@@ -53,6 +54,7 @@ class TranslationDataModule(LightningDataModule):
             corpus_settings: the recipe's `corpus:`, for the weights of its sources; None for each pair once in each
                 epoch.
             constant_rows: give all rows of a side one length; see `RowShape`.
+            validation_translations: the recipe's `run.validation_translations`.
 
         Raises InputError when the longest sentence does not fit in a batch.
         """
@@ -68,6 +70,10 @@ class TranslationDataModule(LightningDataModule):
         self.validation_corpus = open_corpus(folder, "validation")
         for corpus in (*self.train_variants, self.validation_corpus):
             corpus.map_all()
+        num_pairs = len(self.validation_corpus)
+        num_translated = num_pairs if validation_translations is None else min(validation_translations, num_pairs)
+        self.translated_pairs = [index * num_pairs // num_translated for index in range(num_translated)]
+        """The validation pairs whose sources are translated, evenly spread over the text."""
         self._weights = epoch_weights(folder, corpus_settings) if corpus_settings else ((), ())
         if self._weights[0] and not fewest_pairs(*self._weights):
             raise InputError("corpus.train: an epoch may have no pairs with these weights; raise one")
@@ -123,19 +129,22 @@ class TranslationDataModule(LightningDataModule):
         )
 
     def val_dataloader(self) -> DataLoader[PaddedBatch]:
-        """Return a loader of this rank's part of the validation pairs, longest first. Ranks have disjoint parts.
+        """Return a loader of this rank's part of the validation pairs. Ranks have disjoint parts.
 
-        All pairs of a batch are of one source.
+        All pairs of a batch are of one source, and all or none are translated. Those that are come first, so that ranks
+        have equally many of them, and the longest ones first.
         """
         rank, world_size = self._rank_and_size()
         corpus, settings = self.validation_corpus, self.settings
         limit = min(settings.batch_tokens // 8, settings.max_tokens_per_device or settings.batch_tokens)
         source, target = lengths_with_eos(corpus.source), lengths_with_eos(corpus.target)
         buckets = []
-        for pairs in self._validation_pairs_by_source():
-            of_source = length_buckets(source[pairs], target[pairs], max(limit, self.longest))
-            buckets += [bucket._replace(pairs=pairs[bucket.pairs]) for bucket in of_source]
-        buckets.sort(key=lambda bucket: -bucket.source_length)
+        for of_source in self._validation_pairs_by_source():
+            is_translated = np.isin(of_source, self.translated_pairs)
+            for translated, pairs in ((True, of_source[is_translated]), (False, of_source[~is_translated])):
+                of_kind = length_buckets(source[pairs], target[pairs], max(limit, self.longest))
+                buckets += [bucket._replace(pairs=pairs[bucket.pairs], is_translated=translated) for bucket in of_kind]
+        buckets.sort(key=lambda bucket: (not bucket.is_translated, -bucket.source_length))
         return DataLoader(
             _BucketDataset(corpus, buckets, self.special, rank, world_size),
             batch_size=None,

@@ -66,6 +66,7 @@ class TranslationModule(LightningModule):
         """The search of the current validation. As an attribute, a module would be part of every checkpoint."""
         self.validation_sums: dict[str, Tensor] = {}
         """Sums over target tokens, float64 [sources]."""
+        self._validation_scalars: dict[str, float] = {}
         self._validation_sources: list[str] = []
         self._source_of_pair: Tensor | None = None
         self._skipped = torch.zeros(2)
@@ -237,7 +238,7 @@ class TranslationModule(LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Reset the sums and the search, whose weights may be a copy of those of the last validation."""
-        self._search = ()
+        self._search, self._validation_scalars = (), {}
         if self._source_of_pair is not None:
             self._source_of_pair = self._source_of_pair.to(self.device)
         self.validation_sums = {
@@ -247,11 +248,11 @@ class TranslationModule(LightningModule):
 
     def validation_step(  # type: ignore[override]
         self, batch: PaddedBatch, batch_idx: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Add to the validation sums and decode the sources with greedy search.
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Add to the validation sums, and decode the sources of a batch that is translated with greedy search.
 
         Returns:
-            Pair indices [B], the answers' ids [B, L] and their lengths [B].
+            Pair indices [B], the answers' ids [B, L] and their lengths [B]; None for a batch that is not translated.
         """
         losses = self.losses(batch)
         # Indexed by a tensor: a number would make the host wait for the device.
@@ -261,6 +262,8 @@ class TranslationModule(LightningModule):
         sums["likelihood"][source] += losses.negative_log_likelihood
         sums["correct"][source] += losses.num_correct
         sums["tokens"][source] += (batch.target_output != self.special.pad).sum()
+        if not batch.is_translated:
+            return None
         if not self._search:  # Made here, once callbacks have put averaged weights in place.
             special = self.special
             self._search = (self.backend.search.function(self.network, special.bos, special.eos, special.pad),)
@@ -281,30 +284,41 @@ class TranslationModule(LightningModule):
         return batch.pairs, torch.cat(padded), torch.cat(lengths)
 
     def on_validation_epoch_end(self) -> None:
-        """Log loss, negative log-likelihood, perplexity and accuracy over all ranks' target tokens."""
+        """Log the validation's losses."""
         self._search = ()  # Its copy of the weights takes memory.
+        # Without the step, Lightning logs a validation one step too early.
+        scalars = {**self.validation_losses(), "step": float(self.global_step)}
+        self.log_dict({name: torch.tensor(value, dtype=torch.float64).float() for name, value in scalars.items()})
+
+    def validation_losses(self) -> dict[str, float]:
+        """Return loss, negative log-likelihood, perplexity and accuracy over all ranks' target tokens.
+
+        With several sources, loss and negative log-likelihood of each as well. All ranks call it at the end of a
+        validation; the first call reduces the sums.
+        """
+        if self._validation_scalars:
+            return self._validation_scalars
         names = list(self.validation_sums)
         total = torch.stack([self.validation_sums[name] for name in names])
         total = self.trainer.strategy.reduce(total, reduce_op="sum")
         by_source = dict(zip(names, total.tolist(), strict=True))
         sums = dict(zip(names, total.sum(1).tolist(), strict=True))
         likelihood = sums["likelihood"] / sums["tokens"]
-        scalars = {
+        self._validation_scalars = {
             "validation/loss": sums["smoothed"] / sums["tokens"],
             "validation/negative_log_likelihood": likelihood,
             "validation/perplexity": float(torch.tensor(likelihood).exp()),
             "validation/accuracy": sums["correct"] / sums["tokens"],
             **{
-                f"validation/loss/{name}": loss / tokens
+                f"validation/{curve}/{name}": loss / tokens
+                for curve, kind in (("loss", "smoothed"), ("negative_log_likelihood", "likelihood"))
                 for name, loss, tokens in zip(
-                    self._validation_sources, by_source["smoothed"], by_source["tokens"], strict=False
+                    self._validation_sources, by_source[kind], by_source["tokens"], strict=False
                 )
                 if tokens
             },
-            # Without it, Lightning logs a validation one step too early.
-            "step": float(self.global_step),
         }
-        self.log_dict({name: torch.tensor(value, dtype=torch.float64).float() for name, value in scalars.items()})
+        return self._validation_scalars
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Build the learning-rate schedule and the optimizer."""

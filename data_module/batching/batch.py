@@ -303,6 +303,8 @@ class LengthBucket(NamedTuple):
     source_length: int
     target_length: int
     """Both lengths are the longest in the bucket, including EOS."""
+    is_translated: bool = True
+    """See `PaddedBatch`."""
 
 
 def length_buckets(
@@ -355,6 +357,8 @@ class PaddedBatch:
     is_filler: bool = False
     """Other ranks have one batch more. The labels are all padding, so that every rank takes part in the same
     collectives."""
+    is_translated: bool = True
+    """Whether validation also translates the sources, all of them or none."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "PaddedBatch":
         """Return a copy on another device."""
@@ -385,4 +389,5 @@ def pad_batch(
         target_output=torch.full_like(labels, special.pad) if is_filler else labels,
         pairs=torch.from_numpy(np.asarray(bucket.pairs).astype(np.int32)),
         is_filler=is_filler,
+        is_translated=bucket.is_translated,
     )

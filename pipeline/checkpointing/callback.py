@@ -29,6 +29,7 @@ from pipeline.checkpointing.run_folder import (
 from pipeline.compat.lightning import WeightAveragingBase
 from pipeline.compat.pytorch import lerp_all
 from pipeline.config.recipe import Recipe
+from pipeline.config.settings import validation_tag
 from pipeline.runtime.console import say
 from pipeline.runtime.step_clock import StepClock
 
@@ -83,7 +84,7 @@ class CheckpointCallback(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save `best.ckpt` if `run.best_by` improved, then the checkpoint that was waiting for this validation."""
-        score = trainer.callback_metrics.get(f"validation/{self._settings.best_by}")
+        score = trainer.callback_metrics.get(validation_tag(self._settings.best_by))
         improved = score is not None and not trainer.sanity_checking and self._is_better(float(score))
         if score is not None and improved:
             self.best_score, self._best_step = float(score), trainer.global_step

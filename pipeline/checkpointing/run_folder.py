@@ -50,7 +50,7 @@ MAY_CHANGE = ("name", "decoding", "run", "monitoring", "trainer")
 """Sections of the recipe that may change when a run is resumed."""
 MAY_CHANGE_KEYS = ("batches.max_tokens_per_device", "batches.workers", "corpus.folder")
 """Keys of other sections that may change."""
-MAY_NOT_CHANGE = ("run.seed", "run.best_by")
+MAY_NOT_CHANGE = ("run.seed", "run.best_by", "run.validation_translations")
 """Keys of these sections that may not."""
 
 MAX_STARTS = 3

@@ -22,6 +22,7 @@ from pipeline.checkpointing.run_folder import (
     step_checkpoints,
     step_of,
 )
+from pipeline.config.settings import validation_tag
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,13 +81,13 @@ def average_best(run: Path, count: int) -> dict[str, Any]:
     Raises InputError when there are fewer checkpoints or no validation scores.
     """
     from pipeline.checkpointing.checkpoint import average
-    from pipeline.inference.metrics import title
+    from pipeline.inference.metrics import title_and_score
 
     saved = saved_checkpoints(run)
     require_enough(run, "--best", count, len(saved))
     metric = best_by(run)
     step, score = best_validation(run, metric)
-    print(f"best validation: step {step}: {title(metric)} {score:.2f}", file=sys.stderr)
+    print(f"best validation: step {step}: {title_and_score(metric, score)}", file=sys.stderr)
     chosen = {saved[near]: near for near in nearest_steps(saved, step, count)}
     selection = {
         "option": f"--best {count}",
@@ -137,7 +138,7 @@ def best_validation(run: Path, metric: str) -> tuple[int, float]:
     """
     from pipeline.inference.metrics import mode_of
 
-    best, key = (max if mode_of(metric) == "max" else min), f"validation/{metric}"
+    best, key = (max if mode_of(metric) == "max" else min), validation_tag(metric)
     scores = [(line["step"], float(line[key])) for line in read_metrics(run) if line.get(key) is not None]
     if not scores:
         raise InputError(f"{run}: {METRICS} has no validation scores to choose checkpoints by; give --last N")

@@ -8,6 +8,14 @@ from typing import Any, Literal, get_args
 from data_module.errors import InputError
 from data_module.files import PathText
 
+LIKELIHOOD = "likelihood"
+"""The value of `run.best_by` that is no metric of translations."""
+
+
+def validation_tag(best_by: str) -> str:
+    """Return the curve that a value of `run.best_by` names."""
+    return "validation/" + ("negative_log_likelihood" if best_by == LIKELIHOOD else best_by)
+
 
 @dataclass(frozen=True)
 class RunSettings:
@@ -24,8 +32,12 @@ class RunSettings:
     keep_last: int = 5
     """Number of newest checkpoints kept, and of checkpoints around the best validation; the best one is kept too."""
     best_by: str = "bleu"
-    """The validation metric that chooses `best.ckpt`, and that `patience` and `average --best` follow: bleu, chrf,
-    exact_match, or one that you have registered. It may not change on resume."""
+    """What chooses `best.ckpt`, and what `patience` and `average --best` follow: likelihood, for the lowest negative
+    log-likelihood of the validation text, or a metric of its translations: bleu, chrf, exact_match, or one that you
+    have registered. It may not change on resume."""
+    validation_translations: int | None = None
+    """Number of validation sentences to translate, for scores and samples: the same ones each time, evenly spread over
+    the text; all of them if null. 0 needs `best_by` likelihood. It may not change on resume."""
     patience: int | None = None
     """Stop after this many validations without a better score of `best_by`; never if null."""
     bleu_tokenizer: Literal["13a", "intl", "char", "zh", "ja-mecab", "ko-mecab"] | None = None
@@ -48,6 +60,13 @@ class RunSettings:
                 raise ValueError(f"run.{name} {value} is not 1 or more")
         if self.checkpoint_every_minutes is not None and not self.checkpoint_every_minutes > 0:
             raise ValueError(f"run.checkpoint_every_minutes {self.checkpoint_every_minutes} is not more than 0")
+        if self.validation_translations is not None and self.validation_translations < 0:
+            raise ValueError(f"run.validation_translations {self.validation_translations} is not 0 or more")
+        if self.validation_translations == 0 and self.best_by != LIKELIHOOD:
+            raise ValueError(
+                f"run.best_by {self.best_by} is a score of translations, and run.validation_translations 0 makes none; "
+                f"give run.best_by {LIKELIHOOD}, or another number"
+            )
         if not 0 <= self.seed < 1 << 63:  # PyTorch's generators take no more.
             raise ValueError(f"run.seed {self.seed} is not 0 or more and less than 2 ** 63")
         if self.checkpoint_every_steps is None and self.checkpoint_every_minutes is None:

@@ -16,6 +16,7 @@ from data_module.errors import InputError, install
 from data_module.registry import Registry
 from data_module.tokenization.tokenizer import is_composed, is_decomposed
 from pipeline.compat.metrics import chrf_score, chrf_statistics
+from pipeline.config.settings import LIKELIHOOD
 from pipeline.inference.bleu_tokenizer import DEFAULT, language_code
 
 RESAMPLES, SEED = 1000, 12345
@@ -124,7 +125,7 @@ class MetricRegistry(Registry[Metric]):
     RESERVED = (
         *("bleu_lowercase", "bleu_paper", "bleu_moses_lowercase"),
         *("beam_size", "length_penalty", "stop_rule", "sentences", "checkpoint", "versus", "sources"),
-        *("loss", "negative_log_likelihood", "perplexity", "accuracy", "length_ratio", "repetition"),
+        *("loss", "negative_log_likelihood", "perplexity", "accuracy", "length_ratio", "repetition", LIKELIHOOD),
     )
     """Other keys of `evaluate`'s JSON and other tags under `validation/`."""
 
@@ -151,16 +152,24 @@ def metrics_on(tokenizer: str) -> dict[str, Metric]:
 
 
 def title(name: str) -> str:
-    """Return a metric's name as it is printed."""
-    return {"bleu": "BLEU", "chrf": "chrF", "exact_match": "exact match"}.get(name, name)
+    """Return the name of a metric, or of what else `run.best_by` may be, as it is printed."""
+    names = {"bleu": "BLEU", "chrf": "chrF", "exact_match": "exact match", LIKELIHOOD: "negative log-likelihood"}
+    return names.get(name, name)
+
+
+def title_and_score(name: str, score: float) -> str:
+    """Return a score as it is printed: nats with four decimals, percent with two."""
+    return f"{title(name)} {score:.{4 if name == LIKELIHOOD else 2}f}"
 
 
 def mode_of(name: str) -> Literal["max", "min"]:
-    """Return which score of a registered metric is the best.
+    """Return which score of a registered metric, or of the likelihood, is the best.
 
     Raises:
         InputError: there is no such metric.
     """
+    if name == LIKELIHOOD:
+        return "min"
     if name not in METRICS:
         raise InputError(METRICS.unknown(name))
     return "max" if getattr(METRICS[name], "higher_is_better", True) else "min"

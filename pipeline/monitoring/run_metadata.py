@@ -15,9 +15,11 @@ from torch import nn
 from data_module.corpus.manifest import split_sources
 from pipeline.checkpointing.run_folder import STARTS, SUMMARY, read_metrics
 from pipeline.config.recipe import Recipe
+from pipeline.config.settings import validation_tag
 from pipeline.inference.metrics import mode_of
 from pipeline.monitoring.run_log import RunLog, code_block, key_value_table, table
 from pipeline.monitoring.training_monitor import TrainingMonitor
+from pipeline.monitoring.validation_metrics import best_tag
 from pipeline.runtime.launch import JobStep, node_name, versions
 
 COMPARED_METRICS = (
@@ -49,6 +51,7 @@ LAYOUT = {
 """Category -> chart -> patterns of the curves of the Custom Scalars tab."""
 _BY_SOURCE = {
     "loss by source": ["^validation/loss/"],
+    "negative log-likelihood by source": ["^validation/negative_log_likelihood/"],
     "BLEU by source": ["^validation/bleu/"],
     "chrF by source": ["^validation/chrf/"],
 }
@@ -126,7 +129,7 @@ class RunMetadata(Callback):
 
 def compared_metrics(best_by: str) -> list[str]:
     """Return the metrics of the HParams tab, the one that validations are chosen by first."""
-    return list(dict.fromkeys([f"validation/best_{best_by}", f"validation/{best_by}", *COMPARED_METRICS]))
+    return list(dict.fromkeys([best_tag(best_by), validation_tag(best_by), *COMPARED_METRICS]))
 
 
 def final_metrics(log: RunLog, best_by: str) -> dict[str, Any]:
@@ -135,7 +138,7 @@ def final_metrics(log: RunLog, best_by: str) -> dict[str, Any]:
     last: dict[str, Any] = {}
     for line in lines:
         last |= line
-    tag, best = f"validation/{best_by}", max if mode_of(best_by) == "max" else min
+    tag, best = validation_tag(best_by), max if mode_of(best_by) == "max" else min
     validations = [line for line in lines if line.get(tag) is not None]
     throughput = "train_perf/target_tokens_per_second"
     rates = [line[throughput] for line in lines if throughput in line]

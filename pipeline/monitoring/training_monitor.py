@@ -20,7 +20,8 @@ from data_module.errors import InputError
 from model.backend import Backend
 from model.training_module import TranslationModule
 from pipeline.compat.pytorch import call_after_backward
-from pipeline.inference.metrics import title
+from pipeline.config.settings import LIKELIHOOD, validation_tag
+from pipeline.inference.metrics import title_and_score
 from pipeline.monitoring.performance import (
     RankBackend,
     Stragglers,
@@ -134,7 +135,7 @@ class TrainingMonitor(Callback):
         every_steps: steps between two points of a curve.
         flops_per_target_token: for the MFU, which is not logged if this is 0.
         backend: this rank's; it is compared with that of rank 0.
-        best_by: the metric beside the progress bar.
+        best_by: `run.best_by`, which is shown beside the progress bar.
     """
 
     def __init__(
@@ -324,14 +325,13 @@ class TrainingMonitor(Callback):
         if self._progress is not None:
             self._progress.validation_seconds = self._validation_seconds
         metrics = trainer.callback_metrics
-        if "validation/bleu" in metrics and not trainer.sanity_checking and self._progress is not None:
+        if "validation/loss" in metrics and not trainer.sanity_checking and self._progress is not None:
             loss, perplexity = (float(metrics[f"validation/{name}"]) for name in ("loss", "perplexity"))
-            say(
-                f"step {trainer.global_step}: validation {quality(metrics)}, loss {loss:.4f}, "
-                f"perplexity {perplexity:.3f}"
-            )
-            best = f"{float(metrics[f'validation/{self._best_by}']):.2f}"
-            self._progress.show({title(self._best_by): best}, self.clock.median_step_seconds())
+            best = title_and_score(self._best_by, float(metrics[validation_tag(self._best_by)]))
+            parts = [quality(metrics), best if self._best_by == LIKELIHOOD else "", f"loss {loss:.4f}"]
+            say(f"step {trainer.global_step}: validation {', '.join(filter(None, parts))}, perplexity {perplexity:.3f}")
+            name, score = best.rsplit(maxsplit=1)
+            self._progress.show({name: score}, self.clock.median_step_seconds())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the progress bar, and say so if the last step was not validated."""

@@ -7,11 +7,14 @@ import torch
 import torchmetrics
 from torch import Tensor
 
+from pipeline.config.settings import validation_tag
 from pipeline.inference import metrics
 from pipeline.inference.bleu_tokenizer import DEFAULT
 
 LENGTHS = (10, 20, 30, 40, 60)
 """Upper bounds of the source-length buckets, in pieces; longer sources belong to one more bucket."""
+NUM_TRANSLATED = "validation/sentences"
+"""The number of sentences that scores are of, logged if it is not that of all."""
 REPEATED = 4
 """Number of consecutive pieces that count as a repetition if they occurred before in the same translation."""
 
@@ -110,8 +113,15 @@ class ValidationMetrics(torchmetrics.Metric):
 
 
 def quality(scores: Mapping[str, Any]) -> str:
-    """Return the scores of a validation by registered metrics as text."""
-    return ", ".join(f"{metrics.title(name)} {float(scores[f'validation/{name}']):.2f}" for name in metrics.METRICS)
+    """Return the scores of a validation by registered metrics as text; empty if nothing was translated."""
+    of_some = f" of {float(scores[NUM_TRANSLATED]):,.0f} sentences" if NUM_TRANSLATED in scores else ""
+    found = {name: scores[f"validation/{name}"] for name in metrics.METRICS if f"validation/{name}" in scores}
+    return ", ".join(metrics.title_and_score(name, float(score)) for name, score in found.items()) + of_some
+
+
+def best_tag(best_by: str) -> str:
+    """Return the curve of the best validation so far by a value of `run.best_by`."""
+    return validation_tag(best_by).replace("/", "/best_")
 
 
 def _state(name: str) -> str:

@@ -2,6 +2,7 @@
 
 import heapq
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -10,10 +11,12 @@ from data_module.batching.batch import PaddedBatch
 from data_module.corpus.manifest import SplitSources
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
+from model.training_module import TranslationModule
+from pipeline.config.settings import LIKELIHOOD, validation_tag
 from pipeline.inference.bleu_tokenizer import DEFAULT
 from pipeline.inference.metrics import mode_of
 from pipeline.monitoring.run_log import RunLog, table
-from pipeline.monitoring.validation_metrics import ValidationMetrics, quality
+from pipeline.monitoring.validation_metrics import NUM_TRANSLATED, ValidationMetrics, best_tag, quality
 from pipeline.runtime.rank_messages import value_of_each_rank
 
 NUM_SAMPLES, NUM_WORST, NUM_LONGEST = 12, 6, 4
@@ -42,7 +45,7 @@ class ValidationSamples(Callback):
     """Scores the validation's translations against the raw references, and logs tables of translations.
 
     The tables show samples that are spread evenly over the text and the longest sentences, which are the same at each
-    validation, and the translations with the lowest chrF.
+    validation, and the translations with the lowest chrF. Where nothing is translated there are neither.
 
     Args:
         sources: the validation's source sentences.
@@ -50,7 +53,8 @@ class ValidationSamples(Callback):
         tokenizer: turns translations into text.
         bleu_tokenizer: sacreBLEU's tokenizer for BLEU.
         text_sources: which pairs come from which text source, to score each apart as well.
-        best_by: the metric whose best score so far is logged.
+        best_by: `run.best_by`, whose best value so far is logged.
+        translated: the pairs whose sources are translated; all if None.
     """
 
     def __init__(
@@ -61,12 +65,14 @@ class ValidationSamples(Callback):
         bleu_tokenizer: str = DEFAULT,
         text_sources: SplitSources | None = None,
         best_by: str = "bleu",
+        translated: Sequence[int] | None = None,
     ) -> None:
         self._sources, self._references, self._tokenizer = sources, references, tokenizer
         self._lengths = [len(ids) for ids in tokenizer.encode(sources)]
-        count = min(NUM_SAMPLES, len(sources))
-        self.samples = [index * len(sources) // count for index in range(count)]
-        self._longest = heapq.nlargest(NUM_LONGEST, range(len(sources)), key=lambda pair: (self._lengths[pair], -pair))
+        self._translated = range(len(sources)) if translated is None else translated
+        count = min(NUM_SAMPLES, len(self._translated))
+        self.samples = [self._translated[index * len(self._translated) // count] for index in range(count)]
+        self._longest = heapq.nlargest(NUM_LONGEST, self._translated, key=lambda pair: (self._lengths[pair], -pair))
         self._shown = {*self.samples, *self._longest}
         self._bleu_tokenizer, self._text_sources = bleu_tokenizer, text_sources
         self._metrics = self._new_metrics()
@@ -104,7 +110,7 @@ class ValidationSamples(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Turn the batch's translations into text and score them."""
-        if batch.is_filler:
+        if batch.is_filler or not batch.is_translated:
             return
         pairs, tokens, lengths = (tensor.tolist() for tensor in outputs)
         ids = [row[: length - 1] for row, length in zip(tokens, lengths, strict=True)]
@@ -120,19 +126,25 @@ class ValidationSamples(Callback):
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the scores, which are those of all ranks, and the tables."""
-        scores = self._metrics.compute()
+        scores = self._metrics.compute() if self._translated else {}
+        if 0 < len(self._translated) < len(self._sources):
+            scores[NUM_TRANSLATED] = float(len(self._translated))
         self._gather()
         if trainer.sanity_checking:
             return
-        score = scores[f"validation/{self._best_by}"]
+        if self._best_by == LIKELIHOOD:
+            assert isinstance(pl_module, TranslationModule)
+            score = pl_module.validation_losses()[validation_tag(LIKELIHOOD)]
+        else:
+            score = scores[validation_tag(self._best_by)]
         best = max if mode_of(self._best_by) == "max" else min
         if math.isfinite(score):
             self.best_score = score if self.best_score is None else best(self.best_score, score)
         if self.best_score is not None:
-            scores[f"validation/best_{self._best_by}"] = self.best_score
+            scores[best_tag(self._best_by)] = self.best_score
         pl_module.log_dict(scores)
         log = trainer.logger
-        if isinstance(log, RunLog):
+        if isinstance(log, RunLog) and self._translated:
             heading = f"{quality(scores)} ({self._metrics.signatures()}); the table shows the chrF of each sentence\n\n"
             pages = {
                 "translations": [self._kept[pair] for pair in self.samples],

@@ -25,7 +25,7 @@ from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
 from pipeline.checkpointing.run_folder import STOPPED_EARLY, settings_of_ranks
 from pipeline.compat.lightning import disable_signal_handling
 from pipeline.config.recipe import Recipe
-from pipeline.config.settings import max_seconds
+from pipeline.config.settings import max_seconds, validation_tag
 from pipeline.inference.bleu_tokenizer import spacing_warning
 from pipeline.inference.metrics import mode_of, title
 from pipeline.monitoring.attention_plots import AttentionPlots
@@ -74,7 +74,7 @@ class ResumableEarlyStopping(EarlyStopping):
         self._metric = start.recipe.run.best_by
         # A score of NaN is no better score, as for the best checkpoint; it does not end the run.
         super().__init__(
-            f"validation/{self._metric}", mode=mode_of(self._metric), patience=patience, check_finite=False
+            validation_tag(self._metric), mode=mode_of(self._metric), patience=patience, check_finite=False
         )
         self._folder = start.folder
 
@@ -148,6 +148,7 @@ def build_data(recipe: Recipe, tokenizer: Tokenizer, backend: Backend) -> Transl
         recipe.run.seed,
         recipe.corpus,
         backend.constant_rows,
+        recipe.run.validation_translations,
     )
     _check_limits(recipe, data)
     return data
@@ -158,6 +159,11 @@ def _check_limits(recipe: Recipe, data: TranslationDataModule) -> None:
     last, num_pairs = max(recipe.monitoring.attention_sentences or (), default=0), len(data.validation_corpus)
     if last >= num_pairs:
         raise InputError(f"monitoring.attention_sentences: {last} does not exist; give numbers up to {num_pairs - 1}")
+    if others := set(recipe.monitoring.attention_sentences or ()).difference(data.translated_pairs):
+        raise InputError(
+            f"monitoring.attention_sentences: {min(others)} is none of the sentences that run.validation_translations "
+            f"{recipe.run.validation_translations} translates; give one of these, or raise the latter"
+        )
     longest = max(data.longest, 1 + data.validation_corpus.longest)
     if recipe.network.learned_positions and longest > recipe.network.max_positions:
         raise InputError(
@@ -192,7 +198,7 @@ def build_callbacks(start: Start, data: TranslationDataModule, backend: Backend)
         say(f"the validation text's references {warning}")
     text_sources = data.validation_sources()
     best_by = recipe.run.best_by
-    samples = ValidationSamples(sources, references, tokenizer, bleu, text_sources, best_by)
+    samples = ValidationSamples(sources, references, tokenizer, bleu, text_sources, best_by, data.translated_pairs)
     num_passes = 2 if recipe.training.r_drop_alpha else 1
     flops = num_passes * flops_per_target_token(recipe.network, tokenizer.vocabulary_size, data.train_corpus)
     monitor = TrainingMonitor(recipe.run.log_every_steps, flops, backend, best_by)

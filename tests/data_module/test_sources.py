@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -149,6 +150,28 @@ def test_a_validation_batch_is_of_one_source(settings: CorpusSettings) -> None:
     first_with = [next(i for i, batch in enumerate(batches) if of_pair[batch.pairs[0]] == source) for source in (0, 1)]
     assert min(first_with) == 0
     assert max(first_with) < len(batches) - 1  # sources are mixed, so that every rank has some of each
+
+
+def test_some_sentences_are_translated(settings: CorpusSettings) -> None:
+    """Of 30 pairs, four that are 7.5 apart, in batches of their own that each rank has as many of, give or take one."""
+    made(settings)
+    folder, batches = Path(settings.folder), BatchSettings(batch_tokens=800, workers=0)
+    for count, expected in ((4, [0, 7, 15, 22]), (0, []), (99, list(range(30))), (None, list(range(30)))):
+        data = TranslationDataModule(
+            folder, batches, SpecialIds(pad=0, bos=2, eos=3), seed=1, validation_translations=count
+        )
+        assert data.translated_pairs == expected
+        found: dict[bool, list[int]] = {True: [], False: []}
+        per_rank = []
+        for rank in range(2):
+            data.trainer = SimpleNamespace(global_rank=rank, world_size=2)  # type: ignore[assignment]
+            loaded = [batch for batch in data.val_dataloader() if not batch.is_filler]
+            for batch in loaded:
+                found[batch.is_translated] += batch.pairs.tolist()
+            per_rank.append(sum(batch.is_translated for batch in loaded))
+        assert sorted(found[True]) == expected
+        assert sorted(found[True] + found[False]) == list(range(30))
+        assert abs(per_rank[0] - per_rank[1]) <= 1
 
 
 def test_one_name_has_no_scores_by_source(settings: CorpusSettings) -> None:

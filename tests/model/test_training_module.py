@@ -395,7 +395,7 @@ def test_validation_gives_means_over_all_target_tokens() -> None:
         )
 
 
-def test_validation_gives_the_loss_of_each_source() -> None:
+def test_validation_gives_the_losses_of_each_source() -> None:
     """The second source has two batches, the third one none."""
     module = make_module(dropout=0.5)
     lengths = [[(7, 9)] * 20, [(3, 4)] * 30, [(9, 8)] * 10]
@@ -408,15 +408,22 @@ def test_validation_gives_the_loss_of_each_source() -> None:
     module.report_sources(["de", "fr", "it"], of_pair)
     network = copy.deepcopy(module.network).eval()
     with torch.no_grad():
-        smoothed = [float(sums_of(network, batch, label_smoothing=0.2)[0]) for batch in batches]
+        smoothed, likelihood, _ = (
+            [float(one) for one in column]
+            for column in zip(*(sums_of(network, batch, label_smoothing=0.2) for batch in batches), strict=True)
+        )
     for _ in range(2):  # the second validation must not include the first
         loader = DataLoader(batches, batch_size=None)
         [found] = make_trainer().validate(module, loader, verbose=False)
         assert found["validation/loss/de"] == pytest.approx(smoothed[0] / (20 * 9), rel=1e-5)
         assert found["validation/loss/fr"] == pytest.approx(sum(smoothed[1:]) / (30 * 4 + 10 * 8), rel=1e-5)
         assert found["validation/loss"] == pytest.approx(sum(smoothed) / (20 * 9 + 30 * 4 + 10 * 8), rel=1e-5)
-        assert "validation/loss/it" not in found
-        assert len(found) == 5 + 2
+        assert found["validation/negative_log_likelihood/de"] == pytest.approx(likelihood[0] / (20 * 9), rel=1e-5)
+        assert found["validation/negative_log_likelihood/fr"] == pytest.approx(
+            sum(likelihood[1:]) / (30 * 4 + 10 * 8), rel=1e-5
+        )
+        assert not any(name.endswith("/it") for name in found)
+        assert len(found) == 5 + 2 * 2
 
 
 class _Operations(TorchDispatchMode):
@@ -489,6 +496,16 @@ def test_validation_casts_weights_once_a_batch() -> None:
         assert tokens.size(1) > 2
         # Once for the loss, and once for the search.
         assert [seen.casts[linear.weight.data_ptr()] for linear in linears] == [2, 2, 2]
+
+
+def test_a_batch_that_is_not_translated_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens count in the loss all the same."""
+    module = make_module().eval()
+    monkeypatch.setattr(BeamSearch, "greedy", None)
+    module.on_validation_epoch_start()
+    with torch.no_grad():
+        assert module.validation_step(replace(padded([(5, 6), (4, 3)]), is_translated=False), 0) is None
+    assert module.validation_sums["tokens"].item() == 6 + 3
 
 
 def test_validation_answers_are_those_of_greedy_search() -> None:

@@ -143,6 +143,19 @@ def test_another_metric_chooses_where_the_run_says_so(run: Path, monkeypatch: py
     assert best(run, 1)["best_validation"] == {"step": 4 * EVERY, "word_error_rate": 0}
 
 
+def test_the_likelihood_chooses_where_the_run_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["run"]["best_by"] = "likelihood"
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    scores = {2: 1.5, 4: 1.25, 6: 1.2504}
+    tag = "validation/negative_log_likelihood"
+    lines = [json.dumps({"step": step * EVERY, "validation/bleu": step, tag: score}) for step, score in scores.items()]
+    (run / "metrics.jsonl").write_text("\n".join([*lines, ""]))
+    assert best(run, 1)["best_validation"] == {"step": 4 * EVERY, "likelihood": 1.25}
+    assert "best validation: step 80: negative log-likelihood 1.2500\n" in capsys.readouterr().err
+    assert final_metrics(SimpleNamespace(run=run), "likelihood")["best_validation"]["step"] == 4 * EVERY  # type: ignore[arg-type]
+
+
 def test_scores_that_were_not_finite_are_left_out(run: Path) -> None:
     """They are null in metrics.jsonl, also for what summary.json says."""
     log_scores(run, {EVERY: None, 2 * EVERY: 3.0, 3 * EVERY: None})

@@ -95,6 +95,13 @@ def test_a_metric_chooses_in_its_direction(
     assert built["CheckpointCallback"]._sign == (-1 if lower_is_better else 1)
 
 
+def test_the_likelihood_chooses_the_lowest(recipe_file: Path) -> None:
+    built = callbacks(make_start(recipe_file, "--run.best_by", "likelihood", "--run.patience", 3))
+    stopping = built["ResumableEarlyStopping"]
+    assert (stopping.monitor, stopping.mode) == ("validation/negative_log_likelihood", "min")
+    assert built["CheckpointCallback"]._sign == -1
+
+
 def test_r_drop_counts_as_two_passes(recipe_file: Path) -> None:
     once, twice = (
         callbacks(make_start(recipe_file, "--training.r_drop_alpha", alpha))["TrainingMonitor"]._flops_per_token
@@ -135,11 +142,13 @@ def test_an_optimizer_that_cannot_train_is_refused_before_anything_is_prepared(
         ("batches.max_tokens_per_device", 5, ".*: batches.max_tokens_per_device 5 is less than the longest sentence"),
         ("network.max_positions", 5, "command line: network.max_positions 5 is less than the longest sentence"),
         ("monitoring.attention_sentences", [40], "command line: .* 40 does not exist; give numbers up to 39"),
+        ("run.validation_translations", 3, "command line: .* 14 is none of the sentences that run.validation_transl"),
     ],
 )
 def test_limits_that_the_corpus_exceeds(key: str, value: Any, mistake: str, recipe_file: Path, tmp_path: Path) -> None:
     """By `fit` and `doctor`."""
-    overrides = [f"--{key}", str(value), "--run.folder", str(tmp_path / "run"), "--network.learned_positions", "true"]
+    overrides = ["--run.folder", str(tmp_path / "run"), "--network.learned_positions", "true"]
+    overrides += ["--monitoring.attention_sentences", "[13, 14]", f"--{key}", str(value)]
     with pytest.raises(InputError, match=f"^{mistake}") as refused:
         fit([recipe_file], overrides, reset=False, init_from=None)
     results = check_recipe(CheckContext(load_recipe([recipe_file], overrides), None, False, None))

@@ -21,6 +21,7 @@ from pipeline.checkpointing.checkpoint import read_checkpoint, write_atomic
 from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO, checkpoint_io
 from pipeline.checkpointing.run_folder import around_best_checkpoints, step_checkpoints, step_of, step_path
 from pipeline.config.recipe import load_recipe
+from pipeline.config.settings import validation_tag
 from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.signals import Stopped
 from pipeline.runtime.step_clock import StepClock
@@ -49,7 +50,7 @@ class OneWeight(LightningModule):
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         self.validated.append(self.weight.item())
         if self.bleu is not None:
-            self.log(f"validation/{self.metric}", self.bleu.get(self.global_step, 0.0))
+            self.log(validation_tag(self.metric), self.bleu.get(self.global_step, 0.0))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1.0)
@@ -167,21 +168,22 @@ def test_stopped_while_the_moving_average_is_validated(train: Train, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("mode", "scores", "best_of"),
+    ("mode", "scores", "best_of", "best_by"),
     [
-        ("max", {2: 10.0, 4: 30.0, 6: 20.0, 8: 25.0, 10: 30.0, 12: 40.0}, {6: 4, 10: 4, 12: 12}),
-        ("min", {2: 40.0, 4: 10.0, 6: 20.0, 8: 5.0}, {6: 4, 8: 8}),
-        ("max", {2: 0.0}, {2: 2}),  # the first one
-        ("max", {2: math.nan, 4: 0.5, 6: math.inf}, {6: 4}),
+        ("max", {2: 10.0, 4: 30.0, 6: 20.0, 8: 25.0, 10: 30.0, 12: 40.0}, {6: 4, 10: 4, 12: 12}, "chrf"),
+        ("min", {2: 40.0, 4: 10.0, 6: 20.0, 8: 5.0}, {6: 4, 8: 8}, "error_rate"),
+        ("min", {2: 4.0, 4: 1.0, 6: 2.0}, {6: 4}, "likelihood"),
+        ("max", {2: 0.0}, {2: 2}, "chrf"),  # the first one
+        ("max", {2: math.nan, 4: 0.5, 6: math.inf}, {6: 4}, "chrf"),
     ],
 )
 def test_the_best_validation_is_kept(
-    train: Train, tmp_path: Path, mode: str, scores: dict[int, float], best_of: dict[int, int]
+    train: Train, tmp_path: Path, mode: str, scores: dict[int, float], best_of: dict[int, int], best_by: str
 ) -> None:
     """Train to each of the steps of `best_of`, resuming: its value is the best one's step."""
     for last, best in best_of.items():
         path = newest(tmp_path) if step_checkpoints(tmp_path) else None
-        train(last, bleu=scores, validate_every=2, mode=mode, best_by="error_rate", ckpt_path=path)
+        train(last, bleu=scores, validate_every=2, mode=mode, best_by=best_by, ckpt_path=path)
         assert step_in(tmp_path / "checkpoints" / "best.ckpt") == best
 
 

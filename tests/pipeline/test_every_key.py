@@ -227,6 +227,10 @@ KEYS: dict[str, tuple[Any, Use | None]] = {
             ]
         ),
     ),
+    "run.validation_translations": (
+        39,
+        lambda b: same(map(len, (b.data.translated_pairs, b.callbacks["ValidationSamples"]._translated))),
+    ),
     "run.patience": (8, lambda b: b.callbacks["ResumableEarlyStopping"].patience),
     "run.bleu_tokenizer": ("char", lambda b: b.callbacks["ValidationSamples"].state_dict()["bleu_tokenizer"]),
     "run.log_every_steps": (4, lambda b: b.callbacks["TrainingMonitor"]._every_steps),

@@ -97,6 +97,9 @@ MISTAKES = [
     ("", ["--run.seed=-1"], "command line: run.seed -1 is not 0 or more and less than 2 ** 63"),
     ("", [f"--run.seed={1 << 63}"], f"command line: run.seed {1 << 63} is not 0 or more and less than 2 ** 63"),
     ("", ["--run.checkpoint_every_steps=null"], "give checkpoint_every_steps or"),
+    ("", ["--run.validation_translations=-1"], "run.validation_translations -1 is not 0 or more"),
+    ("", ["--run.validation_translations=0"], "run.best_by bleu is a score of translations, and run.validation_transl"),
+    ("run: {best_by: chrf, validation_translations: 0}", [], "{file}:5: run.best_by chrf is a score of translations, "),
     # Text sources.
     (
         (TRAIN, "train: {datset: a}"),

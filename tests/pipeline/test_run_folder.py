@@ -261,6 +261,7 @@ MAY_CHANGE = {
 MAY_NOT_CHANGE = {
     "run.seed": 9,
     "run.best_by": "chrf",
+    "run.validation_translations": 9,
     "batches.batch_tokens": 50000,
     "corpus.max_tokens": 9,
     "network.dropout": 0.5,

@@ -6,13 +6,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from data_module.batching.batch import SpecialIds
+from data_module.batching.batch import PaddedBatch, SpecialIds
 from data_module.settings import BatchSettings
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
+from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
+from model.training_module import TranslationModule
 from pipeline.inference.metrics import METRICS, ExactMatch
+from pipeline.monitoring.run_log import RunLog
+from pipeline.monitoring.validation_metrics import quality
 from pipeline.monitoring.validation_samples import NUM_WORST, ValidationSamples
+
+NETWORK = NetworkSettings(num_layers=1, d_model=8, d_ff=8, num_heads=1)
 
 
 def validate(corpus: Path, num_ranks: int) -> tuple[dict[str, float], list[Any], int]:
@@ -82,3 +89,41 @@ def test_the_best_score_so_far(
         samples.on_validation_epoch_end(trainer, module)
         state = samples.state_dict()
     assert [scores["validation/best_errors"] for scores in logged] == best
+
+
+@pytest.mark.parametrize(
+    ("translated", "names"), [([], ["best_negative_log_likelihood"]), ([0], ["bleu", "sentences"])]
+)
+def test_the_likelihood_is_best_where_it_is_lowest(
+    translated: list[int], names: list[str], tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether none or one of two sentences is translated; scores and pages are of these."""
+    tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
+    trainer: Any = SimpleNamespace(sanity_checking=False, logger=RunLog(tmp_path, 0, writes=True), global_step=1)
+    samples = ValidationSamples(["a", "b"], ["a", "b"], tokenizer, best_by="likelihood", translated=translated)
+    module = TranslationModule(8, SpecialIds(0, 2, 3), NETWORK, TrainingSettings(), DecodingSettings(), 1)
+    logged: list[dict[str, float]] = []
+    monkeypatch.setattr(module, "log_dict", logged.append)
+    for likelihood in (3.0, 2.0, 4.0):
+        monkeypatch.setattr(
+            module,
+            "validation_losses",
+            lambda: {"validation/negative_log_likelihood": likelihood},  # noqa: B023
+        )
+        samples.on_validation_epoch_start(trainer, module)
+        for pair in range(2):
+            ids = torch.tensor([[*tokenizer.encode(["a"])[0].tolist(), tokenizer.eos_id]])
+            pairs = torch.tensor([pair])
+            batch = PaddedBatch(ids, None, ids, ids, pairs, is_translated=pair in translated)
+            samples.on_validation_batch_end(
+                trainer, module, (pairs, ids, torch.tensor([ids.size(1)])) if batch.is_translated else None, batch, pair
+            )
+        samples.on_validation_epoch_end(trainer, module)
+    assert [scores["validation/best_negative_log_likelihood"] for scores in logged] == [3.0, 2.0, 2.0]
+    assert logged[0].keys() >= {f"validation/{name}" for name in names}
+    assert ("validation/bleu" in logged[0]) == ("validation/sentences" in logged[0]) == bool(translated)
+    assert (tmp_path / "tensorboard").exists() == bool(translated)  # the pages
+    if translated:
+        assert logged[0]["validation/sentences"] == 1
+        assert quality(logged[0]) == "BLEU 0.00, chrF 100.00, exact match 100.00 of 1 sentences"
+        assert samples.samples == [0]
