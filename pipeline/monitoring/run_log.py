@@ -213,7 +213,11 @@ class AppendedFile:
 
 
 def _event_file(folder: Path, first_step: int) -> AppendedFile:
-    """Return a new TensorBoard event file; readers discard the steps from `first_step` on of earlier files."""
+    """Return a new TensorBoard event file.
+
+    It begins with a record of the restart, by which a TensorBoard that is open discards what it has read of the steps
+    from `first_step` on. That record is not enough: some readers do not discard texts, or do not know it.
+    """
     # TensorBoard reads the files of a folder in the order of their names. This one comes last also where the clock is
     # behind that of an earlier start, such as another node's.
     times = [re.match(r"\d+\.\d+", path.name.removeprefix(EVENT_FILES)) for path in folder.glob(f"{EVENT_FILES}*")]

@@ -56,6 +56,16 @@ def test_one_run_one_curve(tmp_path: Path) -> None:
     assert events.SummaryMetadata("_hparams_/experiment").plugin_data.plugin_name == "hparams"
 
 
+def test_a_tensorboard_that_was_open_shows_one_curve_too(tmp_path: Path) -> None:
+    """It has read points that are no longer in a file: the record of the restart makes it discard them."""
+    log_steps(tmp_path, 0, 7, 0.25)
+    open_since = accumulator(tmp_path)
+    log_steps(tmp_path, 4, 6, 0.5)
+    open_since.Reload()
+    expected = [*(step + 0.25 for step in range(1, 5)), 5.5, 6.5]
+    assert [(event.step, event.value) for event in open_since.Scalars("loss")] == list(enumerate(expected, 1))
+
+
 def test_one_curve_though_the_clock_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = time.time
     for hours, (after, last) in ((0, (0, 4)), (-2, (4, 6)), (-3, (6, 8)), (1, (8, 9))):
