@@ -4,13 +4,7 @@ For float32 products, PyTorch calls MKL, which converts the weight to its intern
 PyTorch includes, accepts a weight that was converted once. For the few rows of a decoding step this is two to three
 times as fast. On AMD CPUs, where MKL does not use AVX-512, it is twice as fast for many rows too (torch 2.13). The
 results differ by rounding.
-
-A packed weight cannot be saved, and its operators exist only if PyTorch was built with oneDNN. An exported search
-therefore contains the lazy layers, which receive plain weights after loading and pack them at the first call. The
-other layers pack at once and then keep the plain weight only if they need it.
 """
-
-import copy
 
 import torch
 import torch.nn.functional as F
@@ -49,42 +43,6 @@ class PackedProjection(PackedLinear):
         return super().forward(states)
 
 
-class LazyPackedLinear(nn.Module):
-    """`PackedLinear` for TorchScript. It packs its parameter `weight` at the first call; then threads may share it."""
-
-    def __init__(self, weight: Tensor, bias: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
-        self.bias = nn.Parameter(bias.detach(), requires_grad=False)
-        self.packed = torch.empty(0)
-        self.most_rows = SMALL_PRODUCT // weight.numel()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [..., in] to [..., out]."""
-        if self.packed.numel() == 0:
-            self.packed = pack_weight(self.weight)
-        if x.numel() <= self.most_rows * x.size(-1):
-            return F.linear(x, self.weight, self.bias)
-        return packed_linear(x, self.packed, self.bias)
-
-
-class LazyPackedProjection(nn.Module):
-    """`PackedProjection` for TorchScript. It packs the matrix of its first call."""
-
-    bias: Tensor | None
-
-    def __init__(self, bias: Tensor | None) -> None:
-        super().__init__()
-        self.register_parameter("bias", nn.Parameter(bias.detach(), requires_grad=False) if bias is not None else None)
-        self.packed = torch.empty(0)
-
-    def forward(self, states: Tensor, weight: Tensor) -> Tensor:
-        """Map states [..., D] to logits [..., V] by the weight [V, D]."""
-        if self.packed.numel() == 0:
-            self.packed = pack_weight(weight)
-        return packed_linear(states, self.packed, self.bias)
-
-
 def can_pack(network: Transformer) -> bool:
     """Return whether the network is on a CPU and in float32, and PyTorch was built with oneDNN."""
     weight = network.embedding.weight
@@ -93,34 +51,10 @@ def can_pack(network: Transformer) -> bool:
 
 def pack_linears(network: Transformer) -> None:
     """Replace all linear layers and the output projection, in place. The network can only decode afterwards."""
-    _replace_linears(network, PackedLinear)
-    network.projection = PackedProjection(network.embedding.weight, _bias(network))
-
-
-def strip_weights(network: Transformer) -> Transformer:
-    """Return a copy for TorchScript that has no weights and packs the weights that it is given.
-
-    The copy's parameters have the names and shapes of the network's, but share the storage of a single element. Set
-    the data of each to the network's before the first call.
-    """
-    stripped = copy.deepcopy(network)
-    _replace_linears(stripped, LazyPackedLinear)
-    stripped.projection = LazyPackedProjection(_bias(network))
-    for parameter in stripped.parameters():
-        parameter.requires_grad_(False)
-        parameter.data = torch.zeros(1).expand(parameter.shape)
-    return stripped
-
-
-def _bias(network: Transformer) -> Tensor | None:
-    """Return the output projection's bias, None if it has none."""
-    bias = network.projection.bias
-    assert bias is None or isinstance(bias, Tensor)
-    return bias
-
-
-def _replace_linears(network: Transformer, kind: type[PackedLinear] | type[LazyPackedLinear]) -> None:
     for module in list(network.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):
-                setattr(module, name, kind(child.weight, child.bias))
+                setattr(module, name, PackedLinear(child.weight, child.bias))
+    bias = network.projection.bias
+    assert bias is None or isinstance(bias, Tensor)
+    network.projection = PackedProjection(network.embedding.weight, bias)

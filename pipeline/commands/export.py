@@ -6,19 +6,10 @@ The folder appears only when it is complete and all formats agree.
 """
 
 import argparse
-import sys
-from pathlib import Path
 
+from data_module.errors import InputError
 from data_module.files import user_path
-from pipeline.export.bundle import (
-    FILES,
-    ON_REQUEST,
-    PARITY_SENTENCES,
-    bundle_files,
-    check_bundle_folder,
-    replaced_folder,
-    write_bundle,
-)
+from pipeline.export.bundle_folder import FILES, ON_REQUEST, PARITY_SENTENCES, check_bundle_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,20 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the bundle and print its path."""
-    from data_module.errors import InputError
-    from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
-    from pipeline.export.parity import parity_text
-
-    folder: Path = arguments.folder
-    check_bundle_folder(folder, arguments.force)
+    check_bundle_folder(arguments.folder, arguments.force)
     if arguments.parity_reference and not arguments.parity_source:
         raise InputError("--parity-reference: give --parity-source, the sentences that it translates")
-    path = resolve_checkpoint(arguments.checkpoint)
-    print(f"exporting {path}", file=sys.stderr)
-    model = load_model(path)
-    names = bundle_files(model, arguments.format, arguments.quantize)
-    text = parity_text(model, arguments.parity_source, arguments.parity_reference, PARITY_SENTENCES)
-    with replaced_folder(folder) as new:
-        write_bundle(model, new, names, text, arguments.data_licence)
-    print(folder)
+    from pipeline.export.bundle_writer import export  # imports torch
+
+    text = arguments.parity_source, arguments.parity_reference
+    export(arguments.checkpoint, arguments.folder, arguments.format, arguments.quantize, text, arguments.data_licence)
+    print(arguments.folder)
     return 0

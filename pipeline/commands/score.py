@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_options(arguments: argparse.Namespace) -> None:
     require_writable(arguments.alignments, arguments.source, arguments.target, option="--alignments")
-    from pipeline.export.bundle import bundle_of
+    from pipeline.export.bundle_folder import bundle_of
 
     if arguments.n_best is not None and arguments.n_best < 1:
         raise InputError(f"--n-best {arguments.n_best}: must be 1 or more")

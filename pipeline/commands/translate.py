@@ -115,7 +115,8 @@ def _standard_input() -> BufferedReader:
 def _translator(arguments: argparse.Namespace, one_process: bool) -> Iterator["LineTranslator"]:
     """Load the checkpoint, in this process or in one for each device."""
     from data_module.errors import InputError
-    from pipeline.export.bundle import bundle_of, load_checkpoint_or_bundle
+    from pipeline.export.bundle import load_checkpoint_or_bundle
+    from pipeline.export.bundle_folder import bundle_of
     from pipeline.inference.parallel import ParallelTranslator, choose_devices
 
     options = SearchOptions.given(arguments)

@@ -105,14 +105,13 @@ def example_sentence(recipe: dict[str, Any]) -> str:
     return " ".join([*Prefixes.of_corpus(recipe["corpus"]).trained[:1], "A sentence."])
 
 
-def readme(names: list[str], card: dict[str, Any], example: list[int], packed: bool, two_models: bool = False) -> str:
+def readme(names: list[str], card: dict[str, Any], example: list[int], two_models: bool = False) -> str:
     """Return the README, with a section for each format in `names`.
 
     Args:
         names: files and folders of the bundle.
         card: the bundle's card.
         example: ids of what `example_sentence` returns, with the end symbol.
-        packed: whether model.ts contains `packed.ts`.
         two_models: whether `source.spm` encodes, and tokenizer.model decodes only.
     """
     values = _values(card)
@@ -132,7 +131,7 @@ def readme(names: list[str], card: dict[str, Any], example: list[int], packed: b
         "num_positions": card["max_source_tokens"] or LONGEST + card["max_extra_tokens"],
     }
     blocks = {"page", *names, *(f"{name} program" for name in names)}
-    wanted = {"prefixes": values["prefixes"], "two models": two_models, "packed.ts": packed and "model.ts" in names}
+    wanted = {"prefixes": values["prefixes"], "two models": two_models}
     return _page("readme.md", blocks.union(name for name, is_wanted in wanted.items() if is_wanted), values)
 
 

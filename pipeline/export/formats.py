@@ -1,7 +1,7 @@
-"""The formats of a bundle: how each is written, and how it is loaded and searched to compare it with the checkpoint."""
+"""The formats of a bundle in one table: what each requires, how it is written, and how it is loaded to be compared."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from data_module.errors import InputError
 from model.fast.compiled_search import CompiledSearch
-from model.fast.packed_linear import can_pack
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export.card import model_card
 from pipeline.export.cpp_program import WEIGHTS, compile_cpp, require_compiled, write_cpp
@@ -170,10 +169,10 @@ class ProgramRunner(Runner):
 class CTranslate2Runner(Runner):
     """A `ctranslate2/` folder, with the length penalty that comes nearest to the checkpoint's."""
 
-    def __init__(self, folder: Path, compute_type: str, bundle: Bundle) -> None:
+    def __init__(self, bundle: Bundle, folder: Path, precision: str) -> None:
         super().__init__(bundle.model)
         self.translator = require_package("ctranslate2", "ctranslate2").Translator(
-            str(folder), compute_type=compute_type, inter_threads=1, intra_threads=torch.get_num_threads()
+            str(folder), compute_type=precision, inter_threads=1, intra_threads=torch.get_num_threads()
         )
         self.length_penalty = bundle.power_penalty
         self.pieces = self.tokenizer.pieces()
@@ -261,62 +260,72 @@ class HuggingFaceRunner(Runner):
         return in_batches(sources, search, one_length=True)
 
 
-def require_format(name: str, model: TrainedModel) -> None:
-    """Raise InputError if a program that a file or folder is for is not installed or does not support the model."""
-    match name:
-        case "onnx":
-            require_onnx()
-        case "ctranslate2" | "ctranslate2-int8":
-            require_ctranslate2(model.network)
-        case "cpp":
-            require_compiled(model.network)
-        case "huggingface":
-            require_marian(model.network, model.tokenizer)
+def _write_huggingface(bundle: Bundle, folder: Path) -> None:
+    model, card = bundle.model, json.loads(bundle.card)
+    languages = card["source_language"], card["target_language"]
+    write_huggingface(model.network, model.tokenizer, model.decoding, bundle.power_penalty, languages, folder)
+    (folder / "README.md").write_text(model_card(card), encoding="utf-8")
 
 
-def write_format(name: str, bundle: Bundle) -> None:
-    """Write a file or folder of a bundle."""
-    model, path = bundle.model, bundle.folder / name
-    network, tokenizer = model.network, model.tokenizer
-    match name:
-        case "model.ts":
-            write_torchscript(network, tokenizer, bundle.card, path)
-        case "model.pt2":
-            write_exported_program(network, bundle.card, path)
-        case "onnx":
-            write_onnx(network, path)
-        case "ctranslate2":
-            write_ctranslate2(network, tokenizer, path)
-        case "ctranslate2-int8":
-            write_ctranslate2(network, tokenizer, path, "int8")
-        case "cpp":
-            write_cpp(network, model.decoding.max_extra_tokens, path)
-        case "huggingface":
-            card = json.loads(bundle.card)
-            languages = card["source_language"], card["target_language"]
-            write_huggingface(network, tokenizer, model.decoding, bundle.power_penalty, languages, path)
-            (path / "README.md").write_text(model_card(card), encoding="utf-8")
+def _load_torchscript(bundle: Bundle, path: Path, precision: str) -> Runner:
+    return SearchRunner(load_torchscript(path).to(getattr(torch, precision)), bundle.model)
 
 
-def load_format(name: str, bundle: Bundle) -> Iterator[tuple[str, Runner]]:
-    """Load a file or folder of a bundle in each precision that it computes in; yield the precision's name as well."""
-    model, path = bundle.model, bundle.folder / name
-    match name:
-        case "model.ts":
-            yield "float32", SearchRunner(load_torchscript(path, packed=False), model)
-            if can_pack(model.network):
-                yield "float32, packed", SearchRunner(load_torchscript(path), model)
-            yield "bfloat16", SearchRunner(load_torchscript(path, packed=False).to(torch.bfloat16), model)
-        case "model.pt2":
-            yield "float32", ProgramRunner(load_exported_program(path), model)
-        case "onnx":
-            yield "float32", ProgramRunner(load_onnx(path), model)
-        case "ctranslate2":
-            yield "float32", CTranslate2Runner(path, "float32", bundle)
-        case "ctranslate2-int8":
-            yield "int8", CTranslate2Runner(path, "int8", bundle)
-        case "cpp":
-            ids = model.tokenizer.bos_id, model.tokenizer.eos_id, model.tokenizer.pad_id
-            yield "float32", SearchRunner(CompiledSearch(compile_cpp(path), path / WEIGHTS, *ids), model)
-        case "huggingface":
-            yield "float32", HuggingFaceRunner(path, model)
+def _load_cpp(bundle: Bundle, folder: Path, precision: str) -> Runner:
+    tokenizer = bundle.model.tokenizer
+    ids = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
+    return SearchRunner(CompiledSearch(compile_cpp(folder), folder / WEIGHTS, *ids), bundle.model)
+
+
+class Format(NamedTuple):
+    """A file or folder of a bundle, whose path `write` and `load` take."""
+
+    require: Callable[[TrainedModel], object]
+    """Raises InputError if its program is not installed, or does not support the model."""
+    write: Callable[[Bundle, Path], object]
+    load: Callable[[Bundle, Path, str], Runner]
+    """Takes a precision as well."""
+    precisions: tuple[str, ...] = ("float32",)
+    """Those in which it is compared with the checkpoint. There are bounds in float32 only."""
+
+
+FORMATS = {
+    "model.ts": Format(
+        lambda model: None,
+        lambda bundle, path: write_torchscript(bundle.model.network, bundle.model.tokenizer, bundle.card, path),
+        _load_torchscript,
+        ("float32", "bfloat16"),
+    ),
+    "model.pt2": Format(
+        lambda model: None,
+        lambda bundle, path: write_exported_program(bundle.model.network, bundle.card, path),
+        lambda bundle, path, precision: ProgramRunner(load_exported_program(path), bundle.model),
+    ),
+    "onnx": Format(
+        lambda model: require_onnx(),
+        lambda bundle, folder: write_onnx(bundle.model.network, folder),
+        lambda bundle, folder, precision: ProgramRunner(load_onnx(folder), bundle.model),
+    ),
+    "ctranslate2": Format(
+        lambda model: require_ctranslate2(model.network),
+        lambda bundle, folder: write_ctranslate2(bundle.model.network, bundle.model.tokenizer, folder),
+        CTranslate2Runner,
+    ),
+    "ctranslate2-int8": Format(
+        lambda model: require_ctranslate2(model.network),
+        lambda bundle, folder: write_ctranslate2(bundle.model.network, bundle.model.tokenizer, folder, "int8"),
+        CTranslate2Runner,
+        ("int8",),
+    ),
+    "huggingface": Format(
+        lambda model: require_marian(model.network, model.tokenizer),
+        _write_huggingface,
+        lambda bundle, folder, precision: HuggingFaceRunner(folder, bundle.model),
+    ),
+    "cpp": Format(
+        lambda model: require_compiled(model.network),
+        lambda bundle, folder: write_cpp(bundle.model.network, bundle.model.decoding.max_extra_tokens, folder),
+        _load_cpp,
+    ),
+}
+"""The formats by the names of their files and folders."""

@@ -3,7 +3,7 @@
 The truth is the checkpoint's network in float64. Searches in float32 agree with it up to a tolerance that follows from
 the network and the text, not from a processor: how much an answer's log-probability changes if float64 is disturbed as
 much as float32 rounds. Formats may choose other tokens than the checkpoint only in a tie, where the truth decides by
-less than twice the tolerance. Formats in int8 and bfloat16 are only reported.
+less than twice the tolerance. The beam searches of other programs, and int8 and bfloat16, are only reported.
 """
 
 import copy
@@ -24,7 +24,7 @@ from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from model.transformer import PaddedTransformer, Transformer
 from pipeline.checkpointing.checkpoint import TrainedModel
-from pipeline.export.formats import Answer, Bundle, Ids, Runner, SearchRunner, load_format
+from pipeline.export.formats import FORMATS, Answer, Bundle, Ids, Runner, SearchRunner
 from pipeline.inference.bleu_tokenizer import DEFAULT, tokenizer_of
 from pipeline.inference.metrics import METRICS, corpus_score, metrics_on
 from pipeline.inference.pieces import encode_sources
@@ -34,8 +34,6 @@ from pipeline.inference.translator import LONGEST
 
 WARM_UP = 5
 """Number of sentences that are searched twice before the time is measured: TorchScript optimizes at the second call."""
-REPORTED_SHARE = 4
-"""One sentence in this many is enough for a precision that is only reported, and that no file is in."""
 DISTURBED_ANSWERS, DISTURBANCES, SAFETY = 16, 8, 4
 """The tolerance is `SAFETY` times the largest change of this many answers, each disturbed this many times."""
 LARGEST_TOLERANCE = 0.1
@@ -170,64 +168,55 @@ class Parity:
                 f"more than {LARGEST_TOLERANCE}: its training has nearly diverged; choose another checkpoint"
             )
 
-    def measure(
-        self, search: Callable[[list[Ids]], list[list[Answer]]], every: int = 1
-    ) -> tuple[list[list[Answer]], Figures]:
-        """Return a search's answers for one sentence in `every`, and their score and throughput after a warm-up."""
-        sources = self.sources[::every]
+    def measure(self, search: Callable[[list[Ids]], list[list[Answer]]]) -> tuple[list[list[Answer]], Figures]:
+        """Return a search's answers, and their score and throughput after a warm-up."""
         for _ in range(2):
-            search(sources[:WARM_UP])
+            search(self.sources[:WARM_UP])
         started = time.perf_counter()
-        answers = search(sources)
+        answers = search(self.sources)
         seconds = time.perf_counter() - started
-        num_tokens = sum(len(best.tokens) for best, *_ in answers)
-        return answers, {"target_tokens_per_second": round(num_tokens / seconds, 1), **self._scores(answers, every)}
+        figures: Figures = {
+            "target_tokens_per_second": round(sum(len(best.tokens) for best, *_ in answers) / seconds, 1)
+        }
+        if self.references is not None:
+            metric = metrics_on(self.bleu_tokenizer)[self.metric]
+            texts = self.tokenizer.decode([best.tokens for best, *_ in answers])
+            figures[self.metric] = round(corpus_score(metric, texts, self.references), 4)
+            figures[f"{self.metric}_signature"] = metric.signature()
+        return answers, figures
 
-    def _scores(self, answers: list[list[Answer]], every: int) -> Figures:
-        if self.references is None:
-            return {}
-        metric = metrics_on(self.bleu_tokenizer)[self.metric]
-        texts = self.tokenizer.decode([best.tokens for best, *_ in answers])
-        score = corpus_score(metric, texts, self.references[::every])
-        return {self.metric: round(score, 4), f"{self.metric}_signature": metric.signature()}
-
-    def compare(self, runner: Runner, *, bounded: bool = True, every: int = 1) -> tuple[Figures, list[str]]:
+    def compare(self, runner: Runner, bounded: bool = True) -> tuple[Figures, list[str]]:
         """Return a format's figures, and a message for each bound that they exceed.
 
         Bounds apply to greedy answers, to beam answers of a search with this project's rules, and to the scores of
         both. Another beam search is reported, and so is everything if it is not `bounded`.
-
-        Args:
-            runner: the format.
-            bounded: whether there are bounds.
-            every: one sentence in this many is searched; all of them if `bounded`.
         """
-        beam, measured = self.measure(runner.beam, every)
+        beam, measured = self.measure(runner.beam)
         figures: Figures = {"sentences": len(beam)}
         if runner.has_beam:
-            ours = self.beam[::every]
-            equal = [one[0].tokens == other[0].tokens for one, other in zip(ours, beam, strict=True)]
+            equal = [one[0].tokens == other[0].tokens for one, other in zip(self.beam, beam, strict=True)]
             figures["share_equal"] = round(sum(equal) / len(equal), 4)
             if (name := self.metric) in measured:
-                figures[f"{name}_difference"] = round(measured[name] - self._scores(ours, every)[name], 4)
+                figures[f"{name}_difference"] = round(measured[name] - self.figures[name], 4)
         else:
             figures["search"] = "greedy"
-        if not bounded:
-            return {**figures, **measured}, []
-        messages = []
-        judged = [("", *self.beam_against(beam))] if runner.own_beam else []
-        greedy = runner.greedy(self.sources) if runner.has_beam else [answer for answer, *_ in beam]
-        judged.append(("greedy ", *self.greedy_against(greedy)))
-        for kind, outcomes, differences in judged:
-            figures |= {f"{kind}{name}".replace(" ", "_"): outcomes.count(name) for name in OUTCOMES}
-            difference = largest(differences)
-            figures[f"{kind}largest score difference".replace(" ", "_")] = difference
-            if count := outcomes.count("different"):
-                messages.append(f"{count} of {len(outcomes)} {kind}answers differ and are not ties")
-            if not difference <= self.tolerance:
-                messages.append(f"{kind}largest score difference {difference:.2g} is more than {self.tolerance:.2g}")
-        answers = [list(answer.tokens[:-1]) for answer in self.greedy]
-        messages += runner.tokenizer_differences(self.texts, self.sources, answers)
+        messages: list[str] = []
+        if bounded:
+            judged = [("", *self.beam_against(beam))] if runner.own_beam else []
+            greedy = runner.greedy(self.sources) if runner.has_beam else [answer for answer, *_ in beam]
+            judged.append(("greedy ", *self.greedy_against(greedy)))
+            for kind, outcomes, differences in judged:
+                figures |= {f"{kind}{name}".replace(" ", "_"): outcomes.count(name) for name in OUTCOMES}
+                difference = largest(differences)
+                figures[f"{kind}largest score difference".replace(" ", "_")] = difference
+                if count := outcomes.count("different"):
+                    messages.append(f"{count} of {len(outcomes)} {kind}answers differ and are not ties")
+                if not difference <= self.tolerance:
+                    messages.append(
+                        f"{kind}largest score difference {difference:.2g} is more than {self.tolerance:.2g}"
+                    )
+            answers = [list(answer.tokens[:-1]) for answer in self.greedy]
+            messages += runner.tokenizer_differences(self.texts, self.sources, answers)
         return {**figures, **measured}, messages
 
     def beam_against(self, beams: list[list[Answer]]) -> tuple[list[str], list[float]]:
@@ -294,9 +283,9 @@ def compare_formats(bundle: Bundle, names: list[str], parity: Parity) -> dict[st
         path = bundle.folder / name
         files = path.rglob("*") if path.is_dir() else [path]
         report[name] = {"size_bytes": sum(file.stat().st_size for file in files)}
-        for precision, runner in load_format(name, bundle):
-            every = REPORTED_SHARE if precision == "bfloat16" else 1
-            figures, messages = parity.compare(runner, bounded=precision.startswith("float32"), every=every)
+        for precision in FORMATS[name].precisions:
+            runner = FORMATS[name].load(bundle, path, precision)
+            figures, messages = parity.compare(runner, bounded=precision == "float32")
             report[name][precision] = figures
             failures += [f"{name} ({precision}): {message}" for message in messages]
     if failures:

@@ -1,22 +1,16 @@
 """Translate standard input with a bundle's model; needs only torch and sentencepiece.
 
-python consumer.py model.ts [packed]
+python consumer.py model.ts
 """
 
-import io
 import json
 import sys
 
 import sentencepiece
 import torch
 
-extra = {"card.json": "", "tokenizer.model": "", "packed.ts": ""}
+extra = {"card.json": "", "tokenizer.model": ""}
 model = torch.jit.load(sys.argv[1], _extra_files=extra)
-if sys.argv[2:] == ["packed"]:
-    weights = model.state_dict()
-    model = torch.jit.load(io.BytesIO(extra["packed.ts"]))
-    for name, parameter in model.named_parameters():
-        parameter.data = weights[name]
 card = json.loads(extra["card.json"])
 tokenizer = sentencepiece.SentencePieceProcessor(model_proto=extra["tokenizer.model"])
 sources = [[*tokenizer.encode(line.strip()), card["eos_id"]] for line in sys.stdin]

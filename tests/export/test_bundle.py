@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from data_module.tokenization.tokenizer import Tokenizer
-from pipeline.export.bundle import FILES
+from pipeline.export.bundle_folder import FILES
 from tests.conftest import ROOT, pipeline
 
 HERE = Path(__file__).resolve().parent
 SENTENCES = ["the dog sees a cat", "a red house has a tree", "near the old tree", "blue"]
 N_BEST = 3
-PROGRAMS = ["model.ts", "packed.ts", "model.pt2", "onnx/", "ctranslate2/", "huggingface/", "cpp/"]
-"""Sections of a bundle's README that have a program in Python; `packed.ts` is the second one of `model.ts`."""
+PROGRAMS = ["model.ts", "model.pt2", "onnx/", "ctranslate2/", "huggingface/", "cpp/"]
+"""Sections of a bundle's README that have a program in Python."""
 
 pytestmark = pytest.mark.slow
 
@@ -33,12 +33,7 @@ def blocks(bundle: Path, section: str, language: str) -> list[str]:
 
 
 def python_program(bundle: Path, name: str) -> str:
-    if name != "packed.ts":
-        return blocks(bundle, name, "python")[0]
-    # Continues after the first program has loaded the model.
-    first, second = blocks(bundle, "model.ts", "python")
-    head, tail = first.split("source = ")
-    return head + second + "source = " + tail
+    return blocks(bundle, name, "python")[0]
 
 
 def outputs(program: str, sentences: list[str], folder: Path) -> list[str]:
@@ -102,7 +97,7 @@ def test_files_of_a_bundle(bundle: Path, tiny_corpus: Path) -> None:
         assert parity[name]["size_bytes"] > 1000
     for name in ("model.ts", "cpp"):
         assert parity[name]["float32"]["equal"] + parity[name]["float32"]["tied"] == 40
-    assert parity["model.ts"]["bfloat16"]["sentences"] == 10
+    assert parity["model.ts"]["bfloat16"]["sentences"] == 40
     assert "share_equal" in parity["ctranslate2-int8"]["int8"]
 
 
@@ -116,7 +111,7 @@ def test_python_programs_of_the_readme(bundle: Path, beam: list[str], greedy: li
     # The length penalties of CTranslate2 and Transformers, and the end of their beam searches, are others.
     program = program.replace('{"beam_size": card["beam_size"]', '{"beam_size": 1')
     program = program.replace("**batch, ", "**batch, num_beams=1, ")
-    expected = beam if name in ("model.ts", "packed.ts", "cpp/") else greedy
+    expected = beam if name in ("model.ts", "cpp/") else greedy
     assert outputs(program, SENTENCES, bundle) == expected
 
 
@@ -189,19 +184,17 @@ def test_cpp_finds_what_python_finds(bundle: Path, tmp_path: Path) -> None:
             scores.flatten().tolist(), tokens.flatten(0, 1).tolist(), lengths.flatten().tolist(), strict=True
         )
     ]
-    for packed in ([], ["packed"]):
-        arguments = [build / "translate_ids", bundle / "model.ts", tmp_path / "ids.txt", *map(str, settings), *packed]
-        done = subprocess.run(arguments, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        found = [line.split() for line in done.stdout.splitlines()]
-        assert [[int(word) for word in words[1:]] for words in found] == [row for _, row in rows]
-        assert [float(words[0]) for words in found] == pytest.approx([score for score, _ in rows], abs=1e-5)
+    arguments = [build / "translate_ids", bundle / "model.ts", tmp_path / "ids.txt", *map(str, settings)]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = [line.split() for line in done.stdout.splitlines()]
+    assert [[int(word) for word in words[1:]] for words in found] == [row for _, row in rows]
+    assert [float(words[0]) for words in found] == pytest.approx([score for score, _ in rows], abs=1e-5)
     done = subprocess.run([build / "readme"], cwd=bundle, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "CPULongType" in done.stdout
     # C++ programs catch the errors that the Python code raises.
     (tmp_path / "ids.txt").write_text("5 6 60 3\n")
-    arguments = [build / "translate_ids", bundle / "model.ts", tmp_path / "ids.txt", *map(str, settings)]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "source ids must be 0 .. 59" in done.stderr
@@ -218,14 +211,13 @@ def test_a_consumer_in_a_fresh_environment(bundle: Path, beam: list[str], tmp_pa
         [python, "-m", "pip", "list", "--format=freeze"], capture_output=True, text=True, check=True
     )
     assert not {"lightning", "attention-pipeline", "numpy"} & {line.split("==")[0] for line in listed.stdout.split()}
-    for options in ([], ["packed"]):
-        done = subprocess.run(
-            [python, "-I", "-W", "ignore", HERE / "consumer.py", bundle / "model.ts", *options],
-            input="".join(sentence + "\n" for sentence in SENTENCES),
-            capture_output=True,
-            text=True,
-            check=False,
-            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines() == beam
+    done = subprocess.run(
+        [python, "-I", "-W", "ignore", HERE / "consumer.py", bundle / "model.ts"],
+        input="".join(sentence + "\n" for sentence in SENTENCES),
+        capture_output=True,
+        text=True,
+        check=False,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == beam

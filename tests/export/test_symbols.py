@@ -10,7 +10,8 @@ from torch.nn import functional
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import PaddedTransformer, Transformer
 from pipeline.checkpointing.checkpoint import TrainedModel
-from pipeline.export.bundle import FILES, bundle_files, write_bundle
+from pipeline.export.bundle_folder import FILES
+from pipeline.export.bundle_writer import bundle_files, write_bundle
 from pipeline.export.parity import Text
 from pipeline.inference.translator import Translator, padded
 from tests.conftest import train_tokenizer

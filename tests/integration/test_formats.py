@@ -89,7 +89,7 @@ def change_checkpoint(path: Path, version: object) -> Path:
 
 
 def change_torchscript(path: Path, version: object) -> Path:
-    extra: dict[str, Any] = {"card.json": "", "tokenizer.model": "", "packed.ts": ""}
+    extra: dict[str, Any] = {"card.json": "", "tokenizer.model": ""}
     search = torch.jit.load(path, _extra_files=extra)
     card = json.loads(extra["card.json"])
     set_format(card, version)

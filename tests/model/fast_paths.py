@@ -20,7 +20,7 @@ from model.fast import compiled_search
 from model.fast.compilation import CompiledForward
 from model.fast.compiled_search import CompiledSearch
 from model.fast.dropout import Dropout
-from model.fast.packed_linear import LazyPackedLinear, LazyPackedProjection, PackedLinear, PackedProjection
+from model.fast.packed_linear import PackedLinear, PackedProjection
 from model.loss import LossFunctions, read_logit_pairs, read_logits
 from model.packed_attention import FLASH_ATTENTION, Attention
 from model.settings import NetworkSettings
@@ -222,9 +222,7 @@ FAST_PATHS = {
             for rows in (1, 64)
             for make in (
                 lambda linear: PackedLinear(linear.weight, linear.bias),
-                lambda linear: LazyPackedLinear(linear.weight, linear.bias),
                 _projection(lambda linear: PackedProjection(linear.weight, linear.bias)),
-                _projection(lambda linear: LazyPackedProjection(linear.bias)),
             )
         ],
     ),

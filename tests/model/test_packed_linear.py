@@ -9,12 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.decoding import BeamSearch
-from model.fast.packed_linear import (
-    LazyPackedLinear,
-    PackedLinear,
-    can_pack,
-    pack_linears,
-)
+from model.fast.packed_linear import PackedLinear, can_pack, pack_linears
 from model.transformer import PaddedTransformer
 from tests.model.search_truth import (
     BOS,
@@ -64,11 +59,10 @@ def test_a_packed_network_finds_the_same(variant: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", [PackedLinear, LazyPackedLinear])
 @pytest.mark.parametrize(("rows", "num_products"), [(1, 0), (64, 1)])
-def test_large_products_use_the_packed_weight(kind: type[nn.Module], rows: int, num_products: int) -> None:
+def test_large_products_use_the_packed_weight(rows: int, num_products: int) -> None:
     linear = nn.Linear(512, 512)
-    packed, x = kind(linear.weight, linear.bias), torch.randn(rows, 1, 512)
+    packed, x = PackedLinear(linear.weight, linear.bias), torch.randn(rows, 1, 512)
     for _ in range(2):
         with PackedProducts() as products:
             packed(x)

@@ -12,7 +12,7 @@ from data_module.tokenization.tokenizer import Tokenizer
 from model.fast.compiled_search import CompiledSearch
 from model.transformer import Transformer
 from pipeline.export import formats
-from pipeline.export.bundle import write_bundle
+from pipeline.export.bundle_writer import write_bundle
 from pipeline.export.cpp_program import compile_cpp, require_compiled, write_cpp
 from tests.model.search_truth import VOCABULARY_SIZE
 from tests.pipeline.test_export import SHAPES, TEXT, make_model

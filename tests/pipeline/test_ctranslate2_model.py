@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from data_module.tokenization.tokenizer import Tokenizer
-from pipeline.export.bundle import write_bundle
+from pipeline.export.bundle_writer import write_bundle
 from pipeline.export.ctranslate2_model import write_ctranslate2
 from tests.model.search_truth import EOS, VOCABULARY_SIZE, forced_log_probability, tolerance
 from tests.pipeline.test_export import LEFT_OUT, SHAPES, TEXT, make_model

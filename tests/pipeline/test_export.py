@@ -19,16 +19,12 @@ from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
 from pipeline.__main__ import main
 from pipeline.checkpointing.checkpoint import TrainedModel
-from pipeline.export import exported_program, formats, torchscript
-from pipeline.export.bundle import (
-    FILES,
-    ON_REQUEST,
-    bundle_files,
-    bundle_of,
-    load_checkpoint_or_bundle,
-    write_bundle,
-)
+from pipeline.export import exported_program, torchscript
+from pipeline.export.bundle import load_checkpoint_or_bundle
+from pipeline.export.bundle_folder import FILES, ON_REQUEST, bundle_of
+from pipeline.export.bundle_writer import bundle_files, write_bundle
 from pipeline.export.card import readme
+from pipeline.export.formats import FORMATS
 from pipeline.export.parity import Text
 from pipeline.inference.options import SearchOptions
 from pipeline.inference.translator import Translator
@@ -83,10 +79,9 @@ def test_every_format_agrees_for_each_shape(tokenizer: Tokenizer, tmp_path: Path
     assert set(FILES.values()) - set(names) == set(LEFT_OUT.get(shape, []))
     write_bundle(model, tmp_path, names, TEXT, [])
     parity = json.loads((tmp_path / "parity.json").read_text())
-    assert [*parity["model.ts"]] == ["size_bytes", "float32", "float32, packed", "bfloat16"]
+    assert [*parity["model.ts"]] == ["size_bytes", "float32", "bfloat16"]
     assert parity["model.ts"]["float32"]["equal"] == len(TEXT.sources)
-    assert parity["model.ts"]["float32, packed"]["equal"] == len(TEXT.sources)
-    search = torchscript.load_torchscript(tmp_path / "model.ts", packed=False)
+    search = torchscript.load_torchscript(tmp_path / "model.ts")
     source = torch.randint(4, VOCABULARY_SIZE, (1, 1100))
     if shape != "learned":
         # Positions beyond those in training: sinusoids have no limit.
@@ -105,8 +100,9 @@ def test_a_format_that_differs_from_the_checkpoint_is_refused(
 ) -> None:
     """ONNX is compared as model.pt2 is; C++ has a test of its own."""
     model, another = (make_model(tokenizer, num_layers=1, d_ff=size) for size in (48, 40))
-    write = formats.write_format
-    monkeypatch.setattr(formats, "write_format", lambda name, bundle: write(name, bundle._replace(model=another)))
+    right = FORMATS[name]
+    wrong = right._replace(write=lambda bundle, path: right.write(bundle._replace(model=another), path))
+    monkeypatch.setitem(FORMATS, name, wrong)
     refusal = rf"{re.escape(name)} \(float32\): \d+ of 12 (greedy )?answers differ.* nothing was written"
     with pytest.raises(InputError, match=refusal):
         write_bundle(model, tmp_path, [name], TEXT, [])
@@ -166,7 +162,7 @@ def test_the_programs_of_the_readme_stop_as_the_recipe_says(
     assert [line.replace("\u2047", "").strip() for line in capsys.readouterr().out.splitlines()] == first != exact
     card = json.loads((tmp_path / "card.json").read_text())
     for rule, flag in (("first", 1), ("exact", 0)):
-        page = readme(["cpp", "model.ts"], card | {"stop_rule": rule}, [5, 3], packed=False)
+        page = readme(["cpp", "model.ts"], card | {"stop_rule": rule}, [5, 3])
         assert f"request.stops_at_first = {flag};" in page
         assert f'int64_t(1),\n         "{rule}"' in page
 
@@ -174,17 +170,16 @@ def test_the_programs_of_the_readme_stop_as_the_recipe_says(
 def test_bad_input_to_the_exported_module(tokenizer: Tokenizer, tmp_path: Path) -> None:
     model = make_model(tokenizer)
     torchscript.write_torchscript(model.network, tokenizer, '{"format_version": 2}', tmp_path / "model.ts")
-    for packed in (False, True):
-        search = torchscript.load_torchscript(tmp_path / "model.ts", packed=packed)
-        for source, said in (
-            (torch.zeros(0, 3, dtype=torch.int64), "one or more of each"),
-            (torch.zeros(2, 0, dtype=torch.int64), "one or more of each"),
-            (torch.tensor([[4, VOCABULARY_SIZE, 3]]), f"source ids must be 0 .. {VOCABULARY_SIZE - 1}"),
-            (torch.tensor([[4, -1, 3]]), "source ids must be 0 .."),
-        ):
-            for call in (lambda: search.greedy(source, None, 5), lambda: search.beam(source, None, 4, 0.6, 5, 1)):  # noqa: B023
-                with pytest.raises(torch.jit.Error, match=said):
-                    call()
+    search = torchscript.load_torchscript(tmp_path / "model.ts")
+    for source, said in (
+        (torch.zeros(0, 3, dtype=torch.int64), "one or more of each"),
+        (torch.zeros(2, 0, dtype=torch.int64), "one or more of each"),
+        (torch.tensor([[4, VOCABULARY_SIZE, 3]]), f"source ids must be 0 .. {VOCABULARY_SIZE - 1}"),
+        (torch.tensor([[4, -1, 3]]), "source ids must be 0 .."),
+    ):
+        for call in (lambda: search.greedy(source, None, 5), lambda: search.beam(source, None, 4, 0.6, 5, 1)):  # noqa: B023
+            with pytest.raises(torch.jit.Error, match=said):
+                call()
 
 
 def test_what_export_refuses(

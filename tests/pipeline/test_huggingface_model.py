@@ -14,7 +14,7 @@ from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from model.settings import DecodingSettings
 from model.transformer import PaddedTransformer, Transformer
-from pipeline.export.bundle import write_bundle
+from pipeline.export.bundle_writer import write_bundle
 from pipeline.export.card import model_card
 from pipeline.export.formats import HuggingFaceRunner
 from pipeline.export.huggingface_model import generation_settings, require_marian, write_huggingface

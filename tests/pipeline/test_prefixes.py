@@ -54,7 +54,7 @@ def test_the_readme_of_a_bundle_names_prefixes() -> None:
         card |= {"beam_size": 1, "length_penalty": 1, "max_extra_tokens": 5, "max_source_tokens": None}
         card |= {"stop_rule": "exact"}
         card |= {"bos_id": 2, "eos_id": 3}
-        return readme(["model.ts", "model.pt2", "ctranslate2", "cpp"], card, [5, 3], packed=True)
+        return readme(["model.ts", "model.pt2", "ctranslate2", "cpp"], card, [5, 3])
 
     plain = text({"corpus": corpus(None)})
     assert "A source sentence" not in plain

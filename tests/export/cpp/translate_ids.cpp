@@ -1,4 +1,4 @@
-// translate_ids MODEL IDS BEAM LENGTH_PENALTY MAX_EXTRA_TOKENS N_BEST [packed]
+// translate_ids MODEL IDS BEAM LENGTH_PENALTY MAX_EXTRA_TOKENS N_BEST
 // Each line of IDS holds the ids of a sentence and the end symbol. For each sentence, N_BEST lines are printed, with the
 // score and the ids of a translation.
 #include <torch/script.h>
@@ -12,24 +12,9 @@
 #include <string>
 #include <vector>
 
-torch::jit::Module load(const std::string& path, bool packed) {
-    torch::jit::ExtraFilesMap extra{{"packed.ts", ""}};
-    auto model = torch::jit::load(path, torch::kCPU, extra);
-    if (!packed) return model;
-    std::istringstream without_weights(extra["packed.ts"]);
-    auto packed_model = torch::jit::load(without_weights);
-    c10::Dict<std::string, at::Tensor> weights;
-    for (const auto& named : model.named_parameters()) weights.insert(named.name, named.value);
-    for (const auto& named : packed_model.named_parameters()) {
-        at::Tensor parameter = named.value;
-        parameter.set_data(weights.at(named.name));
-    }
-    return packed_model;
-}
-
 int main(int count, char** arguments) try {
     torch::NoGradGuard no_gradients;
-    auto model = load(arguments[1], count > 7);
+    auto model = torch::jit::load(arguments[1], torch::kCPU);
     std::ifstream file(arguments[2]);
     std::vector<std::vector<int64_t>> sentences;
     size_t max_length = 0;

@@ -102,8 +102,7 @@ def without_paths(program: bytes) -> bytes:
     with zipfile.ZipFile(BytesIO(program)) as archive, zipfile.ZipFile(result, "w") as other:
         for name in archive.namelist():
             if not name.endswith(".debug_pkl"):
-                contents = archive.read(name)
-                other.writestr(name, without_paths(contents) if name.endswith("packed.ts") else contents)
+                other.writestr(name, archive.read(name))
     return result.getvalue()
 
 

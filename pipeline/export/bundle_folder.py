@@ -1,0 +1,68 @@
+"""The folder of a bundle: its files, whether it may be replaced, and what is one. Nothing here imports torch."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from data_module.errors import InputError
+from data_module.files import naming_full_disk, replace_error, replace_folder, write_error
+
+FILES = {
+    "torchscript": "model.ts",
+    "pt2": "model.pt2",
+    "ctranslate2": "ctranslate2",
+    "huggingface": "huggingface",
+    "onnx": "onnx",
+    "cpp": "cpp",
+}
+"""File or folder of each format."""
+
+ON_REQUEST = {"onnx", "cpp"}
+"""Formats that are written only if they are asked for by name."""
+
+PARITY_SENTENCES = 100
+"""Sentences of the validation text to compare formats on."""
+
+
+def check_bundle_folder(folder: Path, force: bool) -> None:
+    """Raise InputError if the folder cannot be replaced, or holds something else, or a bundle and not `force`."""
+    if folder.resolve() == Path.cwd():
+        raise InputError(f"{folder}: is the working folder, which cannot be replaced; give another folder")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if bundle_of(folder) is None or not any((folder / name).exists() for name in FILES.values()):
+            raise InputError(f"{folder}: is not empty and not a bundle; give another folder")
+        if not force:
+            raise InputError(f"{folder}: holds a bundle already; use --force to replace it")
+    if error := replace_error(folder) or (folder.exists() and write_error(folder)):
+        raise InputError(f"{folder}: cannot be written ({error}); give another folder")
+
+
+@contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder that takes the place of `folder` at the end; if the block raises, `folder` stays as it is.
+
+    Raises:
+        InputError: the folder cannot be created.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary_folder = tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written ({error.strerror}); give another folder") from error
+    with temporary_folder as name, naming_full_disk(folder):
+        new, old = Path(name) / "new", Path(name) / "old"
+        new.mkdir()
+        yield new
+        replace_folder(new, folder, old)  # `old` is removed together with the temporary folder
+
+
+def bundle_of(path: Path) -> Path | None:
+    """Return the folder of the bundle that a path names, the folder itself or its `model.ts`; None if it is none.
+
+    A run folder is none, whatever else is in it: `model.ts` is a program, and a run executes nothing.
+    """
+    folder = path.parent if path.name == FILES["torchscript"] else path
+    is_run = any(map(os.path.lexists, (folder / "config.yaml", folder / "checkpoints")))
+    return folder if not is_run and (folder / "card.json").is_file() else None

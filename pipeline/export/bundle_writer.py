@@ -1,0 +1,109 @@
+"""Writes bundles: folders with a model in several formats, a card, a parity report and a README."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from data_module.errors import InputError
+from pipeline.checkpointing.checkpoint import TrainedModel, load_model, resolve_checkpoint
+from pipeline.export.bundle_folder import FILES, ON_REQUEST, PARITY_SENTENCES, replaced_folder
+from pipeline.export.card import example_sentence, make_card, readme
+from pipeline.export.formats import FORMATS, Bundle
+from pipeline.export.parity import Parity, Text, compare_formats, parity_text
+
+
+def export(
+    checkpoint: Path,
+    folder: Path,
+    formats: list[str] | None,
+    quantize: str | None,
+    text: tuple[Path | None, Path | None],
+    licences: list[str],
+) -> None:
+    """Write a bundle, which appears when it is complete and all formats agree.
+
+    Args:
+        checkpoint: a checkpoint or a run folder.
+        folder: the bundle, which `check_bundle_folder` has allowed.
+        formats: see `bundle_files`.
+        quantize: see `bundle_files`.
+        text: files of sentences to compare formats on and of their references; None for the validation text's.
+        licences: licences of the training data.
+    """
+    path = resolve_checkpoint(checkpoint)
+    print(f"exporting {path}", file=sys.stderr)
+    model = load_model(path)
+    names = bundle_files(model, formats, quantize)
+    sentences = parity_text(model, *text, PARITY_SENTENCES)
+    with replaced_folder(folder) as new:
+        write_bundle(model, new, names, sentences, licences)
+
+
+def bundle_files(model: TrainedModel, formats: list[str] | None, quantize: str | None) -> list[str]:
+    """Return the files and folders to write.
+
+    Args:
+        model: the checkpoint.
+        formats: keys of `FILES`; None for all but those of `ON_REQUEST`, and but those whose program is not installed
+            or does not support the model, with a line about each.
+        quantize: "int8" to add `ctranslate2-int8`.
+
+    Raises:
+        InputError: a format that is asked for cannot be written.
+    """
+    wanted = [name for key, name in FILES.items() if key in (formats or FILES.keys() - ON_REQUEST)]
+    if quantize:
+        if "ctranslate2" not in wanted:  # the only format with an int8 version
+            raise InputError(f"--quantize {quantize}: is for ctranslate2; add --format ctranslate2")
+        wanted.append(f"ctranslate2-{quantize}")
+    names = []
+    for name in wanted:
+        try:
+            FORMATS[name].require(model)
+            names.append(name)
+        except InputError as error:
+            if formats:
+                raise
+            print(f"without {name}/: {error}", file=sys.stderr)
+    return names
+
+
+def write_bundle(model: TrainedModel, folder: Path, names: list[str], text: Text, licences: list[str]) -> None:
+    """Write all files into an empty folder.
+
+    Args:
+        model: the checkpoint.
+        folder: an empty folder.
+        names: files and folders to write, from `bundle_files`.
+        text: sentences to compare formats on.
+        licences: licences of the training data.
+
+    Raises:
+        InputError: a format's translations differ from the checkpoint's.
+    """
+    tokenizer = model.tokenizer
+    print(f"comparing on {len(text.sources)} sentences ({text.name})", file=sys.stderr)
+    parity = Parity(model, text)
+    about = {"text": text.name, "sentences": len(parity.sources)}
+    scores = {name: value for name, value in parity.figures.items() if name.startswith(parity.metric)}
+    card, penalty = make_card(model, about | scores, licences), parity.power_penalty()
+    if any(name.startswith("ctranslate2") for name in names):
+        card["ctranslate2_length_penalty"] = penalty
+    card_text = json.dumps(card, indent=2, ensure_ascii=False) + "\n"
+    bundle = Bundle(model, folder, card_text, penalty)
+    for name in names:
+        print(f"writing {name}", file=sys.stderr)
+        FORMATS[name].write(bundle, folder / name)
+    tokenizer.save(folder / "tokenizer.model")
+    if tokenizer.pair:
+        (folder / "source.spm").write_bytes(tokenizer.pair[0])
+    (folder / "card.json").write_text(card_text, encoding="utf-8")
+    bounds = {"tie": 2 * parity.tolerance, "score_difference": parity.tolerance}
+    report = {**about, "threads": torch.get_num_threads(), "bounds": bounds, "checkpoint": parity.figures}
+    report |= compare_formats(bundle, names, parity)
+    (folder / "parity.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    example = [*tokenizer.encode([example_sentence(model.recipe)])[0].tolist(), tokenizer.eos_id]
+    page = readme(names, card, example, tokenizer.pair is not None)
+    (folder / "README.md").write_text(page, encoding="utf-8")
