@@ -1,18 +1,13 @@
 """torch.compile in training gives the same results and checkpoints, with one graph for all micro-batches."""
 
-import multiprocessing
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 import model.packed_attention
 from data_module.batching.batch import PackedBatch
@@ -166,64 +161,6 @@ def test_compiled_dropout_depends_on_the_seed_alone() -> None:
     torch.rand(7)
     torch.manual_seed(5)
     assert one.losses(batch).smoothed == first
-
-
-def train_rank(rank: int, folder: Path) -> None:
-    """Take part in steps of two ranks, and compare the gradients of each with those without a compiler."""
-    meet, patience = f"file://{folder}/meet", timedelta(seconds=90)
-    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2, timeout=patience)
-    try:
-        torch.manual_seed(3)
-        net = Transformer(VOCABULARY, replace(SETTINGS, num_layers=2, d_model=128, d_ff=512, num_heads=4))
-
-        class Training(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.net, self.compiled = net, CompiledForward(net, backend="aot_eager")
-
-            def forward(self, batch: PackedBatch) -> Tensor:
-                return self.compiled(*flash_arguments(batch, torch.float32))
-
-        parallel = DistributedDataParallel(Training(), gradient_as_bucket_view=True, bucket_cap_mb=1)
-        order: list[str] = []
-
-        def reduce_bucket(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-            order.append("bucket")
-            reduction = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
-            assert reduction is not None
-            return reduction.get_future().then(lambda future: future.value()[0])
-
-        parallel.register_comm_hook(None, reduce_bucket)
-        last = net.encoder[0].self_attention.output.weight  # among the last gradients of the backward pass
-        last.register_post_accumulate_grad_hook(lambda _: order.append("last gradients"))
-        parameters = dict(net.named_parameters())
-        every = micro_batches()
-        for number in range(4):
-            batches = every[2 * number : 2 * number + 2]
-            if number == 2:  # all is compiled, and DDP has built its buckets
-                torch.compiler.set_stance("fail_on_recompile")
-            order.clear()
-            parallel.zero_grad()
-            parallel(batches[rank]).square().sum().backward()
-            if number >= 2:
-                assert order.index("last gradients") >= 2
-            losses = [net.rows(*flash_arguments(batch, torch.float32)).square().sum() for batch in batches]
-            eager = dict(zip(parameters, torch.autograd.grad(sum(losses) / 2, list(parameters.values())), strict=True))
-            found = {name: parameter.grad for name, parameter in parameters.items()}
-            torch.testing.assert_close(found, eager, rtol=1e-3, atol=1e-3)
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # a warning of the compiler about itself
-def test_compiled_gradients_travel_while_others_are_computed(tmp_path: Path) -> None:
-    """Under DDP the graph is split at its buckets. A single graph would return all gradients at its end."""
-    other = multiprocessing.get_context("fork").Process(target=train_rank, args=(1, tmp_path))
-    other.start()
-    train_rank(0, tmp_path)
-    other.join(90)
-    assert other.exitcode == 0
 
 
 def test_compiled_or_not_the_checkpoint_is_the_same() -> None:

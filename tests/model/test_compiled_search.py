@@ -41,7 +41,6 @@ from tests.model.search_truth import (
     tolerance,
     trained_network,
 )
-from tests.model.test_decoding_everywhere import BAD_ARGUMENTS
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "deep encoder": {"num_encoder_layers": 3, "num_decoder_layers": 1},
@@ -167,13 +166,6 @@ def test_learned_positions_limit_source_and_answer() -> None:
     assert int(compiled.greedy(source[:, 1:], None, 50).lengths) <= 8
     with pytest.raises(ValueError, match="9 tokens is longer than the network's 8 positions"):
         compiled.greedy(source, None, 50)
-
-
-def test_wrong_arguments_are_refused() -> None:
-    compiled = SEARCHES["compiled"](make_network(0))
-    for message, arguments in BAD_ARGUMENTS.items():
-        with pytest.raises(ValueError, match=message):
-            compiled.beam(*arguments)  # type: ignore[arg-type]
 
 
 def test_finished_sentences_are_reported_and_ctrl_c_ends_the_search(threads: Any) -> None:

@@ -167,32 +167,6 @@ def test_a_beam_of_one_is_greedy(engine: str) -> None:
     assert len(lengths) >= 6
 
 
-@pytest.mark.parametrize("engine", SEARCHES)
-def test_scores_are_those_of_teacher_forcing_and_answers_sorted_and_distinct(engine: str) -> None:
-    source, mask = make_sources(LENGTHS)
-    network = trained_network()
-    found = SEARCHES[engine](network).beam(source, mask, 5, 0.6, 10, 5)
-    for sentence, length in enumerate(LENGTHS):
-        answers = answers_of(found, sentence)
-        assert [score for score, _ in answers] == sorted((score for score, _ in answers), reverse=True)
-        assert len({tuple(tokens) for _, tokens in answers}) == 5
-        for rank, (score, tokens) in enumerate(answers):
-            assert tokens[-1] == EOS
-            assert not {PAD, BOS, EOS} & set(tokens[:-1])
-            total = forced_log_probability(network, source[sentence, :length], tokens)
-            assert float(found.log_probabilities[sentence, rank]) == pytest.approx(total, abs=tolerance(network))
-            assert score == pytest.approx(penalized(total, len(tokens), 0.6), abs=tolerance(network))
-
-
-def test_a_sentence_alone_equals_itself_in_a_batch() -> None:
-    source, _ = make_sources(LENGTHS)
-    for network in (random_network(), trained_network(), trained_network("learned")):
-        search = BeamSearch(network, BOS, EOS, PAD).eval()
-        for row, length, reference in zip(source, LENGTHS, references(network, 4, 0.6, 8), strict=True):
-            if reference.margin > 2 * tolerance(network):
-                assert_finds(network, search.beam(row[None, :length], None, 4, 0.6, 8, 4), [reference])
-
-
 class Observed(PaddedTransformer):
     """Records how many sentences each step decodes. If `endless`, the end symbol is nearly impossible."""
 

@@ -17,6 +17,7 @@ from tests.model.search_truth import (
     EOS,
     LENGTHS,
     PAD,
+    SEARCHES,
     assert_finds,
     make_network,
     make_sources,
@@ -63,15 +64,16 @@ BAD_ARGUMENTS = {
 }
 
 
-def test_wrong_arguments_are_refused_in_python_and_torchscript() -> None:
-    search = BeamSearch(make_network(0), BOS, EOS, PAD).eval()
-    scripted = torch.jit.script(search)
+def test_wrong_arguments_are_refused_in_python_torchscript_and_the_compiled_search() -> None:
+    searches = [make(make_network(0)) for make in SEARCHES.values()]
+    scripted = torch.jit.script(searches[0])
     for message, arguments in BAD_ARGUMENTS.items():
-        with pytest.raises(ValueError, match=message):
-            search.beam(*arguments)  # type: ignore[arg-type]
+        for search in searches:
+            with pytest.raises(ValueError, match=message):
+                search.beam(*arguments)
         with pytest.raises(torch.jit.Error, match=message):
             scripted.beam(*arguments)
-    for one in (search, scripted):  # the smallest valid arguments
+    for one in (*searches, scripted):  # the smallest valid arguments
         assert one.beam(SOURCE, None, 1, 0.0, 0, 1).lengths.item() <= 3
 
 

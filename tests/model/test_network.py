@@ -291,14 +291,6 @@ def test_the_most_frequent_dropout() -> None:
     assert 90 < int((kept != 0).sum()) < 170
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_dropout_multiplies_by_the_factor_in_every_type(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    found = Dropout(0.25).train()(torch.full((5, 7), 3.0, dtype=dtype))
-    assert found.dtype == dtype
-    assert set(found.flatten().tolist()) == {0.0, 4.0}
-
-
 @pytest.mark.parametrize("name", ["attention_dropout", "activation_dropout"])
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_dropout_inside_sub_layers(name: str, is_packed: bool) -> None:

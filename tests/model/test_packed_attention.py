@@ -119,27 +119,6 @@ def test_dropout(kind: str) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 
 
-def test_dropout_keeps_its_share_and_masks_are_independent() -> None:
-    """Those of sentences, heads, queries, neighboring keys and seeds differ as two coins do."""
-    probability, length = 0.3, 64
-    masks = [kept_weights([(length, length)] * 2, "self", probability, seed) != 0 for seed in (3, 4, 3)]
-    assert torch.equal(masks[0], masks[2])
-    first, second = (masks[0][:, part, part] for part in (slice(0, length), slice(length, 2 * length)))
-    # 12,288 weights: a standard deviation of 0.004.
-    assert float(first.double().mean()) == pytest.approx(1 - probability, abs=0.02)
-    pairs = {
-        "seeds": (first, masks[1][:, :length, :length]),
-        "sentences": (first, second),
-        "heads": (first, first.roll(1, 0)),
-        "queries": (first, first.roll(1, 1)),
-        "keys": (first, first.roll(1, 2)),
-        "four keys": (first, first.roll(4, 2)),
-    }
-    for name, (one, other) in pairs.items():
-        differ = float((one != other).double().mean())
-        assert abs(differ - 2 * probability * (1 - probability)) < 0.02, name
-
-
 @pytest.mark.parametrize(("kind", "dtype"), [("causal", torch.bfloat16), ("cross", torch.float16)])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_16_bits_are_computed_in_float32_on_a_cpu(kind: str, dtype: torch.dtype, autocast: bool) -> None:

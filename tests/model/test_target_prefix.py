@@ -70,7 +70,10 @@ def test_equals_a_plain_search_and_scores_those_of_teacher_forcing(variant: str,
         ]
         assert_finds(network, found, expected)
         for number, (ids, prefix) in enumerate(sentences):
-            for score, tokens in answers_of(found, number):
+            answers = answers_of(found, number)
+            assert answers == sorted(answers, key=lambda one: -one[0])
+            assert len({tuple(tokens) for _, tokens in answers}) == beam_size
+            for score, tokens in answers:
                 assert tokens[: len(prefix)] == prefix
                 total = forced_log_probability(network, ids, tokens)
                 assert score == pytest.approx(penalized(total, len(tokens), alpha), abs=tolerance(network))

@@ -253,16 +253,6 @@ def test_r_drop(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found, torch.autograd.grad(expected.smoothed, list(module.parameters())))
 
 
-def test_r_drop_without_a_divergence_is_a_plain_step() -> None:
-    """Without dropout both passes are the same, and weights, sums and gradient norm those of a single pass."""
-    module = make_module(replace(TRAINING, r_drop_alpha=4.0))
-    expected, found = train_plainly(module.network, 300), fit(module, make_shares(len(RATES)))
-    for ours, theirs in zip(found, expected, strict=True):
-        for name, value in theirs.output.items():
-            assert float(ours.output[name]) == pytest.approx(float(value), rel=1e-4), name
-        torch.testing.assert_close(ours.weights, theirs.weights, rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("scale_loss", [False, True])
 def test_weight_decay(scale_loss: bool) -> None:
     """It shrinks matrices by its share times the learning rate, apart from Adam's moments; not in a skipped step."""
