@@ -149,6 +149,7 @@ KEYS: dict[str, tuple[Any, Use | None]] = {
         lambda b: same([b.tokenizer.vocabulary_size, b.module.network.vocabulary_size]),
     ),
     "corpus.tokenizer_sentences": (100, None),
+    "corpus.split_digits": (True, lambda b: b.tokenizer.splits_digits),
     "corpus.character_coverage": (0.99, None),
     "corpus.byte_fallback": (True, lambda b: b.tokenizer.byte_fallback),
     "corpus.user_symbols": ([">>de<<"], lambda b: b.tokenizer.user_symbols),
@@ -359,8 +360,9 @@ def test_every_key_is_in_a_table_with_another_value_than_its_default(built: Buil
     for section in fields(Recipe):
         if is_dataclass(section.type):
             for one in fields(section.type):
-                assert getattr(getattr(built.recipe, section.name), one.name) != default_of(one), one.name
-                found.append(f"{section.name}.{one.name}")
+                if (key := f"{section.name}.{one.name}") != "corpus.tokenizer":  # It leaves other keys without effect.
+                    assert getattr(getattr(built.recipe, section.name), one.name) != default_of(one), one.name
+                    found.append(key)
         elif section.name != "trainer":
             found.append(section.name)
     assert sorted(found) == sorted(KEYS)
@@ -386,10 +388,13 @@ def test_every_key_of_the_corpus_has_an_effect_on_it(built: Built) -> None:
     with pytest.raises(InputError, match="own:2: invalid UTF-8"):
         prepare(replace(settings, drop_invalid_utf8=False, folder="other-drop_invalid_utf8"), progress=False)
     for one in fields(settings):
-        if KEYS[f"corpus.{one.name}"][1] is not None or one.name == "drop_invalid_utf8":
+        if one.name in ("drop_invalid_utf8", "tokenizer") or KEYS[f"corpus.{one.name}"][1] is not None:
             continue
         default = default_of(one)
         changed = getattr(settings, one.name)[:-1] if default is MISSING else default
         other = prepare(replace(settings, **{one.name: changed, "folder": f"other-{one.name}"}), progress=False)
         parts = ("tokenizer", "train", "validation")
         assert [other[part] for part in parts] != [built.manifest[part] for part in parts], one.name
+    # Other sentences would make another one.
+    given = replace(settings, tokenizer="corpus/tokenizer.model", tokenizer_sentences=10_000, folder="other-tokenizer")
+    assert prepare(given, progress=False)["tokenizer"] == built.manifest["tokenizer"]
