@@ -127,39 +127,31 @@ def main_address(num_nodes: int, environment: Mapping[str, str] = os.environ) ->
 
     Ranks of one node meet at its own address for itself, where other machines cannot connect.
 
-    Raises InputError as `step_nodes` does.
+    Raises InputError if SLURM does not tell the step's nodes.
     """
-    return environment.get("MASTER_ADDR") or (LOOPBACK if num_nodes == 1 else step_nodes(environment)[0])
+    if address := environment.get("MASTER_ADDR"):
+        return address
+    if num_nodes == 1:
+        return LOOPBACK
+    if nodes := step_nodes(environment):
+        return nodes[0]
+    raise InputError(
+        f"SLURM_STEP_NODELIST {environment.get('SLURM_STEP_NODELIST', '')}: `scontrol show hostnames` does not name the"
+        " step's first node; export MASTER_ADDR=its name or address"
+    )
 
 
 def step_nodes(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the names of the step's nodes.
-
-    Raises InputError if SLURM does not tell them.
-    """
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-    names, reason = nodes.split(","), "it is empty"
-    if "[" in nodes:  # a short form, such as rack[1-2]n[01-02]
-        command = ["scontrol", "show", "hostnames", nodes]
-        try:
-            done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60, env=dict(environment))
-            names, reason = done.stdout.split(), " ".join(done.stderr.split()) or "it prints no name"
-        except (OSError, subprocess.TimeoutExpired) as error:
-            names, reason = [], str(error)
-    if not names or not names[0]:
-        raise InputError(
-            f"SLURM_STEP_NODELIST {nodes}: `scontrol show hostnames` does not name the step's first node ({reason});"
-            " export MASTER_ADDR=its name or address"
-        )
-    return names
-
-
-def known_nodes(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Return the names of the step's nodes; none if SLURM does not tell them."""
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    if "[" not in nodes:
+        return nodes.split(",") if nodes else []
+    command = ["scontrol", "show", "hostnames", nodes]  # a short form, such as rack[1-2]n[01-02]
     try:
-        return step_nodes(environment)
-    except InputError:
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60, env=dict(environment))
+    except (OSError, subprocess.TimeoutExpired):  # as in a container without SLURM's programs
         return []
+    return done.stdout.split()
 
 
 def main_ports(environment: Mapping[str, str] = os.environ) -> list[int]:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from data_module.errors import InputError
 from pipeline.runtime import signals
 from pipeline.runtime.console import RendezvousError, UnusableAddressError, print_above_bars
-from pipeline.runtime.launch import LOOPBACK, JobStep, known_nodes, local_rank, main_address, main_ports, node_name
+from pipeline.runtime.launch import LOOPBACK, JobStep, local_rank, main_address, main_ports, node_name, step_nodes
 from pipeline.runtime.rank_messages import StrangerError, plain, post, read, set_key, signature, signed, verified
 from pipeline.runtime.ranks_token import find_token, remove_token, write_token
 
@@ -101,7 +101,7 @@ class Rendezvous:
         Raises InputError for an address or a port that the environment does not give.
         """
         where = main_address(job.num_nodes), main_ports()
-        return cls(*where, job.rank, job.num_tasks, patience_seconds(job.num_tasks), known_nodes(), job.start)
+        return cls(*where, job.rank, job.num_tasks, patience_seconds(job.num_tasks), step_nodes(), job.start)
 
     @property
     def _where(self) -> str:

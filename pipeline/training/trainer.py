@@ -21,7 +21,7 @@ from pipeline.compat.lightning import SingleStreamDDP, precision_plugin
 from pipeline.runtime import signals
 from pipeline.runtime.console import RendezvousError
 from pipeline.runtime.devices import best_precision, device_indices, missing_gpu, sees_own_gpu_only
-from pipeline.runtime.launch import JobStep, known_nodes, main_address, main_ports, node_name
+from pipeline.runtime.launch import JobStep, main_address, main_ports, node_name, step_nodes
 from pipeline.runtime.rank_messages import value_of_each_rank
 from pipeline.runtime.ranks_token import RANKS_TOKEN
 from pipeline.runtime.rendezvous import Rendezvous, listen, reason_of, use_loopback
@@ -181,7 +181,7 @@ class ConnectedDDP(SingleStreamDDP):
         assert environment is not None
         rank, size, host = environment.global_rank(), environment.world_size(), environment.main_address
         if isinstance(environment, StepEnvironment):
-            ports, nodes, start = main_ports(), known_nodes(), environment.job.start
+            ports, nodes, start = main_ports(), step_nodes(), environment.job.start
         else:
             ports, nodes, start = [environment.main_port], [], f"{host}-{environment.main_port}"
         meeting = Rendezvous(
