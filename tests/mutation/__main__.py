@@ -2,19 +2,16 @@
 
     python -m tests.mutation                              all modules of targets.yaml
     python -m tests.mutation model/loss.py --every 3      every third mutant of one module
-    python -m tests.mutation model/layers.py --tests tests/model/test_network.py
 
 PyTorch and the other large packages are imported once. Each mutant is written into a copy of the project and tested in
 a fork of this process, which imports the project from the copy.
 
-`--output` adds one JSON object a mutant to a file. Exit code 1 if a mutant survives that `targets.yaml` does not list
-as equivalent.
+Exit code 1 if a mutant survives that `targets.yaml` does not list as equivalent.
 """
 
 import argparse
 import gc
 import importlib
-import json
 import multiprocessing
 import os
 import shutil
@@ -24,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -33,7 +29,7 @@ from typing import Any
 
 import yaml
 
-from tests.mutation.mutants import Mutant, mutants_of
+from tests.mutation.mutants import Mutant, mutants_of, source_of
 
 TARGETS = Path(__file__).resolve().with_name("targets.yaml")
 ROOT = TARGETS.parents[2]
@@ -59,10 +55,14 @@ def enter_copy(parent: Path) -> None:
     os.environ["PYTHONPATH"] = str(folder)
 
 
-def judge(mutant: Mutant, tests: list[str], limit_seconds: float) -> dict[str, Any]:
-    """In a process of the pool: return outcome, first failing test and seconds. No process is left after the limit."""
-    Path(mutant.module).write_text(mutant.source, encoding="utf-8")
-    start = time.monotonic()
+def judge(mutant: Mutant | None, module: str, tests: list[str], limit_seconds: float) -> str:
+    """In a process of the pool: test a mutant, or the module as it is. No process is left after the limit.
+
+    Returns "killed", "timed out", or "survived"; of the module as it is, "survived" or what pytest printed last.
+    """
+    if mutant:
+        source = Path(module).read_text(encoding="utf-8")
+        Path(module).write_text(source_of(mutant, source), encoding="utf-8")
     process = FORK.Process(target=run_tests, args=(tests,))
     process.start()
     assert process.pid is not None
@@ -73,11 +73,8 @@ def judge(mutant: Mutant, tests: list[str], limit_seconds: float) -> dict[str, A
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.join()
-        shutil.copyfile(ROOT / mutant.module, mutant.module)
-    lines = REPORT.read_text(encoding="utf-8", errors="replace").splitlines()
-    failed = [line.split()[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
-    seconds = round(time.monotonic() - start, 2)
-    return {"outcome": outcome, "failing_test": failed[0] if failed else None, "seconds": seconds}
+        shutil.copyfile(ROOT / module, module)
+    return outcome if mutant or outcome == "survived" else REPORT.read_text(encoding="utf-8", errors="replace")[-500:]
 
 
 def run_tests(tests: list[str]) -> None:
@@ -93,36 +90,35 @@ def run_tests(tests: list[str]) -> None:
     os._exit(code)
 
 
-def verdicts(pool: ProcessPoolExecutor, module: str, target: dict[str, Any], every: int) -> Iterator[dict[str, Any]]:
-    """Test a module's mutants, after seeing its tests pass on the module as it is; yield mutants with verdicts."""
-    source = (ROOT / module).read_text(encoding="utf-8")
-    unchanged = pool.submit(judge, Mutant(module, 0, "", "", source), target["tests"], 900.0).result()
-    if unchanged["outcome"] != "survived":
-        raise SystemExit(f"{module}: {unchanged['failing_test']} fails on the unchanged module")
-    mutants = mutants_of(module, source)[::every]
-    judged = partial(judge, tests=target["tests"], limit_seconds=20.0 + 4.0 * unchanged["seconds"])
+def outcomes(pool: ProcessPoolExecutor, module: str, target: dict[str, Any], every: int) -> Counter[str]:
+    """Test a module's mutants, after seeing its tests pass on the module as it is; print and count outcomes."""
+    began = time.monotonic()
+    unchanged = pool.submit(judge, None, module, target["tests"], 900.0).result()
+    if unchanged != "survived":
+        raise SystemExit(f"{module}: its tests fail on the unchanged module: {unchanged}")
+    limit = 20.0 + 4.0 * (time.monotonic() - began)
+    mutants = mutants_of(module, (ROOT / module).read_text(encoding="utf-8"))[::every]
+    judged = partial(judge, module=module, tests=target["tests"], limit_seconds=limit)
     excused = {line for lines in target.get("equivalent", {}).values() for line in lines}
-    for mutant, verdict in zip(mutants, pool.map(judged, mutants), strict=True):
-        if verdict["outcome"] == "survived" and excused & {mutant.before, mutant.after}:
-            verdict["outcome"] = "equivalent"
-        result = {**mutant._asdict(), **verdict}
-        del result["source"]
-        yield result
+    counts: Counter[str] = Counter()
+    for mutant, outcome in zip(mutants, pool.map(judged, mutants), strict=True):
+        is_excused = outcome == "survived" and not excused.isdisjoint((mutant.before, mutant.after))
+        counts["equivalent" if is_excused else outcome] += 1
+        if outcome == "survived" and not is_excused:
+            print(f"{module}:{mutant.line}: survived: {mutant.before}  ->  {mutant.after}", flush=True)
+    num_killed = counts["killed"] + counts["timed out"]
+    print(f"{module}: {num_killed} of {len(mutants) - counts['equivalent']} killed, {counts['equivalent']} equivalent")
+    return counts
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation")
-    parser.add_argument("modules", nargs="*", help="modules of targets.yaml (default: all), or others with --tests")
-    parser.add_argument("--tests", nargs="+", help="tests to run in place of those that targets.yaml lists")
+    parser.add_argument("modules", nargs="*", help="modules of targets.yaml (default: all)")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="test every Nth mutant of a module only")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="mutants tested at a time")
-    parser.add_argument("--output", type=Path, default=Path(os.devnull), help="a file of JSON lines, one a mutant")
     options = parser.parse_args()
     targets: dict[str, dict[str, Any]] = yaml.safe_load(TARGETS.read_text(encoding="utf-8"))
-    if options.tests:
-        targets |= {module: {**targets.get(module, {}), "tests": options.tests} for module in options.modules}
     if unknown := [module for module in options.modules if module not in targets]:
-        parser.error(f"{', '.join(unknown)}: not in tests/mutation/targets.yaml; name its tests with --tests")
+        parser.error(f"{', '.join(unknown)}: not in tests/mutation/targets.yaml")
     # Without bytecode: whether it is stale is judged by size and time of change, which a mutant may share.
     os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     sys.dont_write_bytecode = True
@@ -130,23 +126,13 @@ def main() -> int:
         importlib.import_module(name)
     gc.freeze()  # so that no collection in a fork walks through what is imported here
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the pool ends too
-    num_survivors = 0
+    num_survivors, num_jobs = 0, len(os.sched_getaffinity(0))
     with (
         tempfile.TemporaryDirectory(prefix="mutation-") as folder,
-        ProcessPoolExecutor(options.jobs, FORK, enter_copy, (Path(folder),)) as pool,
-        options.output.open("a", encoding="utf-8") as output,
+        ProcessPoolExecutor(num_jobs, FORK, enter_copy, (Path(folder),)) as pool,
     ):
         for module in options.modules or list(targets):
-            counts: Counter[str] = Counter()
-            for result in verdicts(pool, module, targets[module], options.every):
-                counts[result["outcome"]] += 1
-                if result["outcome"] == "survived":
-                    print(f"{module}:{result['line']}: survived: {result['before']}  ->  {result['after']}", flush=True)
-                print(json.dumps(result), file=output, flush=True)
-            num_counted = counts.total() - counts["equivalent"]
-            num_killed = counts["killed"] + counts["timed out"]
-            print(f"{module}: {num_killed} of {num_counted} killed, {counts['equivalent']} equivalent", flush=True)
-            num_survivors += counts["survived"]
+            num_survivors += outcomes(pool, module, targets[module], options.every)["survived"]
     return 1 if num_survivors else 0
 
 

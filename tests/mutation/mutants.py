@@ -1,173 +1,141 @@
 """The mutants of a module: an operator, number, keyword or condition changed, or a statement or argument left out.
 
 Strings are left as they are, and no value is replaced by `None`: nearly all such mutants are wrong messages, or raise
-where they are met.
+where they are met. Lines are those of `ast.unparse`, which has each statement on one line and no comments.
 """
 
 import ast
-import re
 from collections.abc import Iterator
-from itertools import pairwise
-from typing import NamedTuple
+from copy import copy
+from itertools import islice
+from typing import Any, NamedTuple
 
 
 class Mutant(NamedTuple):
     module: str
+    number: int
     line: int
     before: str
-    """The first line that differs, without indentation."""
+    """The statement, or the first line of one with a block."""
     after: str
-    source: str
-    """The whole changed module."""
 
 
-class _Edit(NamedTuple):
-    """Offsets in the source, in bytes, and what to write in place of the text between them."""
+class _Change(NamedTuple):
+    line: int
+    before: str
+    after: str
+    node: ast.AST
+    field: str
+    value: Any
+    """The new one of the node's field."""
 
-    start: int
-    end: int
-    text: str
 
-
-_OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
-    ast.Add: ("+", "-"),
-    ast.Sub: ("-", "+"),
-    ast.Mult: ("*", "/"),
-    ast.Div: ("/", "*"),
-    ast.FloorDiv: ("//", "/"),
-    ast.Mod: ("%", "/"),
-    ast.LShift: ("<<", ">>"),
-    ast.RShift: (">>", "<<"),
-    ast.BitAnd: ("&", "|"),
-    ast.BitOr: ("|", "&"),
-    ast.BitXor: ("^", "&"),
-    ast.Pow: ("**", "*"),
-    ast.UAdd: ("+", "-"),
-    ast.USub: ("-", "+"),
-    ast.Not: ("not", ""),
-    ast.Invert: ("~", ""),
-    ast.Lt: ("<", "<="),
-    ast.LtE: ("<=", "<"),
-    ast.Gt: (">", ">="),
-    ast.GtE: (">=", ">"),
-    ast.Eq: ("==", "!="),
-    ast.NotEq: ("!=", "=="),
-    ast.Is: ("is", "is not"),
-    ast.IsNot: ("is not", "is"),
-    ast.In: ("in", "not in"),
-    ast.NotIn: ("not in", "in"),
-    ast.And: ("and", "or"),
-    ast.Or: ("or", "and"),
-}
+_PAIRS: list[tuple[type[ast.AST], type[ast.AST]]] = [
+    *((ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.LShift, ast.RShift), (ast.BitAnd, ast.BitOr)),
+    *((ast.UAdd, ast.USub), (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot)),
+    *((ast.In, ast.NotIn), (ast.And, ast.Or)),
+]
+_OTHER = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
+_OTHER |= {ast.FloorDiv: ast.Div, ast.Mod: ast.Div, ast.BitXor: ast.BitAnd, ast.Pow: ast.Mult}
 _METHODS = {"lower": "upper", "lstrip": "rstrip", "find": "rfind", "ljust": "rjust", "index": "rindex"}
 _METHODS |= {"removeprefix": "removesuffix", "partition": "rpartition"}
-_METHODS |= {after: before for before, after in _METHODS.items()}
+_METHODS |= {after: before for before, after in _METHODS.items()} | {"deepcopy": "copy"}
+_BLOCKS = ("body", "handlers", "cases", "orelse", "finalbody")
 _INVISIBLE_KEYWORDS = {"device", "strict"}
 """Left out, they change nothing on a CPU (`device`) or only the message of an error (`strict` of zip)."""
 
 
 def mutants_of(module: str, source: str) -> list[Mutant]:
-    """Return all mutants of a module, in the order of their lines."""
-    lines = source.splitlines()
-    mutants = []
-    for start, end, text in _Edits(source).found:
-        changed = (source.encode()[:start] + text.encode() + source.encode()[end:]).decode()
-        after = changed.splitlines()
-        number = next(place for place, pair in enumerate(zip(lines, after, strict=False)) if pair[0] != pair[1])
-        mutants.append(Mutant(module, number + 1, lines[number].strip(), after[number].strip(), changed))
-    return sorted(mutants, key=lambda mutant: mutant.line)
+    """Return all mutants of a module."""
+    return [Mutant(module, number, *change[:3]) for number, change in enumerate(_changes(ast.parse(source)))]
 
 
-class _Edits:
-    """Finds the changes of a module. Types are left as they are, and what could make the import fail."""
+def source_of(mutant: Mutant, source: str) -> str:
+    """Return the whole module with the mutant's change."""
+    tree = ast.parse(source)
+    change = next(islice(_changes(tree), mutant.number, None))
+    setattr(change.node, change.field, change.value)
+    return ast.unparse(tree)
 
-    def __init__(self, source: str) -> None:
-        self.found: list[_Edit] = []
-        self._source = source.encode()
-        self._line_starts = [0]
-        for line in self._source.splitlines(keepends=True):
-            self._line_starts.append(self._line_starts[-1] + len(line))
-        self._visit(ast.parse(source))
 
-    def _visit(self, node: ast.AST) -> None:
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("len", "isinstance"):
-            return
-        self.found += self._edits(node)
-        for name, value in ast.iter_fields(node):
-            children = [
-                child for child in (value if isinstance(value, list) else [value]) if isinstance(child, ast.AST)
-            ]
-            if name in ("defaults", "kw_defaults"):
-                children = [child for child in children if isinstance(child, ast.Constant)]
-            if name not in ("annotation", "returns", "decorator_list"):
-                for child in children:
-                    self._visit(child)
+def _changes(owner: ast.AST) -> Iterator[_Change]:
+    """Yield the changes of all statements in the blocks of a module or statement."""
+    for field in _BLOCKS:
+        block = getattr(owner, field, None)
+        for place, statement in enumerate(block if isinstance(block, list) else []):
+            before, line = _first_line(statement), getattr(statement, "lineno", 0)
+            for other in _statements(statement):
+                value = [*block[:place], other, *block[place + 1 :]]
+                yield _Change(line, before, _first_line(other), owner, field, value)
+            for node in _visible(statement):
+                for name, value in _expressions(node):
+                    kept = getattr(node, name)
+                    setattr(node, name, value)
+                    after = _first_line(statement)
+                    setattr(node, name, kept)
+                    yield _Change(line, before, after, node, name, value)
+            yield from _changes(statement)
 
-    def _edits(self, node: ast.AST) -> Iterator[_Edit]:
-        match node:
-            case ast.Constant(value=bool(value)):
-                yield self._replace(node, str(not value))
-            case ast.Constant(value=int(value) | float(value)):
-                yield self._replace(node, repr(value + 1))
-            case ast.Attribute(attr="deepcopy"):
-                yield _Edit(self._end(node) - len("deepcopy"), self._end(node), "copy")
-            case ast.BinOp(left=left, op=operator, right=right):
-                yield from self._swap(operator, self._end(left), self._start(right))
-            case ast.UnaryOp(op=operator, operand=operand):
-                yield from self._swap(operator, self._start(node), self._start(operand))
-            case ast.BoolOp(op=operator, values=values):
-                for left, right in pairwise(values):
-                    yield from self._swap(operator, self._end(left), self._start(right))
-            case ast.Compare(left=first, ops=operators, comparators=others):
-                for operator, (left, right) in zip(operators, pairwise([first, *others]), strict=True):
-                    yield from self._swap(operator, self._end(left), self._start(right))
-            case ast.IfExp(test=test):
-                condition = self._source[self._start(test) : self._end(test)].decode()
-                for forced in ("and False", "or True"):
-                    yield self._replace(test, f"({condition}) {forced}")
-            case ast.Break():
-                yield self._replace(node, "return")
-            case ast.Continue():
-                yield self._replace(node, "break")
-            case ast.AugAssign(target=target, op=operator, value=value):
-                span = self._end(target), self._start(value)
-                yield from self._swap(operator, *span)
-                yield self._operator(f"{_OPERATORS[type(operator)][0]}=", "=", *span)
-                yield self._replace(node, "pass")
-            case ast.Expr(value=ast.Call()):
-                yield self._replace(node, "pass")
-            case ast.Call():
-                yield from self._of_call(node)
 
-    def _of_call(self, call: ast.Call) -> Iterator[_Edit]:
-        """Call another method, or leave out a keyword argument, so that its default applies."""
-        if isinstance(call.func, ast.Attribute) and call.func.attr in _METHODS:
-            end = self._end(call.func)
-            yield _Edit(end - len(call.func.attr), end, _METHODS[call.func.attr])
-        for argument in call.keywords:
-            if argument.arg is not None and argument.arg not in _INVISIBLE_KEYWORDS:
-                start, end = self._start(argument), self._end(argument)
-                if comma := re.compile(rb"\s*,\s*").match(self._source, end):
-                    yield _Edit(start, comma.end(), "")
-                else:
-                    yield _Edit(len(self._source[:start].rstrip().removesuffix(b",")), end, "")
+def _first_line(statement: Any) -> str:
+    """Return a statement, without its decorators and blocks, as `ast.unparse` writes it."""
+    shown = copy(statement)
+    for name, value in (("decorator_list", []), ("orelse", []), ("body", [ast.Pass()])):
+        if hasattr(shown, name):
+            setattr(shown, name, value)
+    return ast.unparse(shown).splitlines()[0]
 
-    def _swap(self, operator: ast.AST, start: int, end: int) -> Iterator[_Edit]:
-        if type(operator) in _OPERATORS:
-            yield self._operator(*_OPERATORS[type(operator)], start, end)
 
-    def _operator(self, symbol: str, text: str, start: int, end: int) -> _Edit:
-        """Replace an operator; there is only white space and parentheses beside it between `start` and `end`."""
-        pattern = re.escape(symbol).replace(r"\ ", r"\s+") + ("" if text else r"\s*")
-        found = re.compile(pattern.encode()).search(self._source, start, end)
-        assert found is not None
-        return _Edit(found.start(), found.end(), text)
+def _visible(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and those in it, but for blocks, types and what could make the import fail."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("len", "isinstance"):
+        return
+    yield node
+    for name, value in ast.iter_fields(node):
+        children = [child for child in (value if isinstance(value, list) else [value]) if isinstance(child, ast.AST)]
+        if name in ("defaults", "kw_defaults"):
+            children = [child for child in children if isinstance(child, ast.Constant)]
+        is_block = name in _BLOCKS and isinstance(value, list)
+        if name not in ("annotation", "returns", "decorator_list") and not is_block:
+            for child in children:
+                yield from _visible(child)
 
-    def _replace(self, node: ast.AST, text: str) -> _Edit:
-        return _Edit(self._start(node), self._end(node), text)
 
-    def _start(self, node: ast.AST) -> int:
-        return self._line_starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
+def _statements(statement: ast.stmt) -> Iterator[ast.stmt]:
+    """Yield what takes a statement's place."""
+    match statement:
+        case ast.Break():
+            yield ast.Return(None)
+        case ast.Continue():
+            yield ast.Break()
+        case ast.Expr(value=ast.Call()):
+            yield ast.Pass()
+        case ast.AugAssign(target=target, value=value):
+            yield ast.Assign([target], value, lineno=statement.lineno)
+            yield ast.Pass()
 
-    def _end(self, node: ast.AST) -> int:
-        return self._line_starts[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
+
+def _expressions(node: ast.AST) -> Iterator[tuple[str, Any]]:
+    """Yield name and new value of each field of an expression, or of an operator's statement, that a mutant changes."""
+    match node:
+        case ast.Constant(value=bool(value)):
+            yield "value", not value
+        case ast.Constant(value=int(value) | float(value)):
+            yield "value", value + 1
+        case ast.UnaryOp(op=ast.Not() | ast.Invert(), operand=operand):
+            yield "operand", ast.UnaryOp(node.op, operand)  # twice is not at all
+        case ast.BinOp(op=operator) | ast.UnaryOp(op=operator) | ast.BoolOp(op=operator) | ast.AugAssign(op=operator):
+            if type(operator) in _OTHER:
+                yield "op", _OTHER[type(operator)]()
+        case ast.Compare(ops=operators):
+            for place, operator in enumerate(operators):
+                yield "ops", [*operators[:place], _OTHER[type(operator)](), *operators[place + 1 :]]
+        case ast.IfExp(test=test):
+            yield "test", ast.BoolOp(ast.And(), [test, ast.Constant(False)])
+            yield "test", ast.BoolOp(ast.Or(), [test, ast.Constant(True)])
+        case ast.Attribute(attr=name) if name in _METHODS:
+            yield "attr", _METHODS[name]
+        case ast.Call(keywords=keywords):
+            for place, keyword in enumerate(keywords):
+                if keyword.arg is not None and keyword.arg not in _INVISIBLE_KEYWORDS:
+                    yield "keywords", [*keywords[:place], *keywords[place + 1 :]]
