@@ -48,6 +48,8 @@ _OUTCOME = "rendezvous/outcome"
 """Key of what rank 0 has found: what is wrong, or nothing, and whether it is a user's mistake."""
 _MISTAKE = "rendezvous/mistake"
 """Key of what a rank has found that was started otherwise than rank 0."""
+_RANK_0 = "rendezvous/token and ports of rank 0"
+"""Key in the store of an agent of torchrun."""
 _STORE = "rendezvous/store"
 """Name under which rank 0 signs the port of its store."""
 _MESSAGE_BYTES = 256
@@ -121,7 +123,7 @@ class Rendezvous:
         return [*own, Path(), Path(os.environ.get("HOME", ".")), *temporary]
 
     def connect(self) -> dist.Store:
-        """Connect to rank 0's store, or that of torchrun, wait until all ranks have, and return it.
+        """Connect to rank 0's store, wait until all ranks have, and return it.
 
         Raises:
             InputError: a rank was started with other settings, or twice, or rank 0 can write its token nowhere.
@@ -134,7 +136,7 @@ class Rendezvous:
         own = plain({"node": node_name(), "process": secrets.token_hex(8), "settings": settings})
         is_mistake = False
         try:
-            store = self._open() if self.rank == 0 and not _agent_holds_store() else self._enter()
+            store = self._open() if self.rank == 0 else self._enter()
             # Rank 0 alone decides, and tells the others: if each rank decided by its own clock, some would train while
             # others have given up.
             if self.rank == 0:
@@ -169,9 +171,11 @@ class Rendezvous:
 
     def _open(self) -> dist.Store:
         """Host the store at a port that the system chooses, and listen for ranks that ask for it."""
-        self.listener = self.listener or self._listen()
+        agent = self._agents_store() if _agent_holds_store() else None
+        self.listener = self.listener or (listen(self.host, 0) if agent else self._listen())
         self.ports = [self.listener.getsockname()[1]]
-        set_key(find_token(self.start, ()) or write_token(self.start, self._folders), self.start)
+        token = secrets.token_hex(32) if agent else find_token(self.start, ()) or write_token(self.start, self._folders)
+        set_key(token, self.start)
         inside, timeout = listen(self.host, 0), timedelta(seconds=self.timeout_seconds)
         inside_port = inside.getsockname()[1]
         self._message = signed(_STORE, inside_port).encode()
@@ -179,7 +183,17 @@ class Rendezvous:
         store = dist.TCPStore(
             LOOPBACK, inside_port, None, True, timeout, wait_for_workers=False, master_listen_fd=inside.detach()
         )
+        if agent:
+            agent.set(_RANK_0, json.dumps([token, self.ports]))
         return _own_part(store)
+
+    def _agents_store(self) -> dist.Store:
+        """Connect to the store of torchrun's agent. It takes everybody, and still has the keys of earlier starts."""
+        while True:
+            try:
+                return self._client(self.ports[0])
+            except (OSError, RuntimeError) as error:
+                self._wait_for_rank_0([reason_of(error)])
 
     def _listen(self) -> socket.socket:
         """Listen on the first port that is free. Of several, one may soon be: others meet there and leave."""
@@ -202,9 +216,7 @@ class Rendezvous:
 
     def _answer(self) -> None:
         """Tell those who connect in the next moment where the store is."""
-        if self.listener is None:  # torchrun's agent holds the store.
-            time.sleep(_POLL_SECONDS)
-            return
+        assert self.listener is not None
         end = time.monotonic() + _POLL_SECONDS
         while (left := end - time.monotonic()) > 0:
             self.listener.settimeout(left)
@@ -214,26 +226,31 @@ class Rendezvous:
                     connection.sendall(self._message)
 
     def _enter(self) -> dist.Store:
-        """Ask at rank 0's ports for its store until it answers, and connect to it.
-
-        The store of torchrun's agent is at the port itself; it takes everybody, and there is no token.
-        """
+        """Ask at rank 0's ports for its store until it answers, and connect to it."""
+        agent = self._agents_store() if _agent_holds_store() else None
         while True:
-            token = "" if _agent_holds_store() else find_token(self.start, self._folders)
-            reasons = []
-            if token is None:
-                places = ", ".join(map(str, self._folders))
-                reasons = [f"it has left no file .ranks-{self.start} of this user's in {places}"]
-            else:
+            token, reasons = self._find_token(agent)
+            if token is not None:
                 set_key(token, self.start)
                 for port in self.ports:
                     try:
-                        return _own_part(self._client(port if _agent_holds_store() else self._ask(port)))
+                        return _own_part(self._client(self._ask(port)))
                     except (OSError, RuntimeError, StrangerError) as error:
                         reasons.append(reason_of(error))
                     if self._is_over:  # A node or a stranger that is silent takes seconds for each port.
                         break
             self._wait_for_rank_0(reasons)
+
+    def _find_token(self, agent: dist.Store | None) -> tuple[str | None, list[str]]:
+        """Return the token of this start, or why there is none. An agent of torchrun has rank 0's port as well."""
+        if agent is None:
+            token, places = find_token(self.start, self._folders), ", ".join(map(str, self._folders))
+            return token, [] if token else [f"it has left no file .ranks-{self.start} of this user's in {places}"]
+        if not agent.check([_RANK_0]):
+            return None, ["it has told torchrun's agent no port"]
+        # What rank 0 of an earlier start has told leads nowhere: its port is closed.
+        token, self.ports = json.loads(agent.get(_RANK_0))
+        return token, []
 
     def _ask(self, port: int) -> int:
         """Return the port of rank 0's store, of which it tells at another port.
@@ -367,15 +384,12 @@ def _connected(rank: int) -> str:
 
 
 def _own_part(store: dist.Store) -> dist.Store:
-    """Return the part of a store whose name only the ranks of this start know.
-
-    The store of torchrun's agent still has the keys of the ranks that the agent has started before.
-    """
-    return dist.PrefixStore(signature("store", os.environ.get("TORCHELASTIC_RESTART_COUNT", "")), store)
+    """Return the part of a store whose name only the ranks of this start know."""
+    return dist.PrefixStore(signature("store"), store)
 
 
 def _agent_holds_store() -> bool:
-    """Return whether the agent of torchrun holds the store in place of rank 0."""
+    """Return whether an agent of torchrun has a store at `MASTER_PORT`, through which rank 0 tells its own."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
