@@ -203,8 +203,7 @@ class CheckpointCallback(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the callback's state."""
-        # Earlier revisions knew BLEU only, and called it so.
-        self.best_score = state_dict["best_score"] if "best_score" in state_dict else state_dict["best_bleu"]
+        self.best_score = state_dict["best_score"]
         self._best_step = state_dict["best_step"]
         self._temporary_step = state_dict["temporary_step"]
 

@@ -168,8 +168,7 @@ class ValidationSamples(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the best score; `bleu_tokenizer_of` reads the tokenizer before the callback is made."""
-        # Earlier revisions knew BLEU only, and called it so.
-        self.best_score = state_dict["best_score"] if "best_score" in state_dict else state_dict["best_bleu"]
+        self.best_score = state_dict["best_score"]
 
     def _gather(self) -> None:
         """Collect the translations of all ranks."""

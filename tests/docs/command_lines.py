@@ -186,6 +186,7 @@ _CHECKS: dict[str, Callable[[list[str]], str | None]] = {
     "python3": _python,
     "attention-pipeline": _verb,
     "sbatch": _sbatch,
+    "torchrun": lambda words: mistake(["python", *words[words.index("-m") :]]),
     "srun": lambda words: mistake(list(_slurm(words))),
     "slurm/submit.sh": lambda words: _verb(["fit", "--config", *words]),
     "pip": _pip,

@@ -64,6 +64,16 @@ def test_all_ranks_meet(port: int) -> None:
     assert outcomes(port, 3, [2, 0, 1], 60) == ["", "", ""]
 
 
+def test_ranks_that_torchrun_has_started_again_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent's store still has what rank 0 of the start before has told."""
+    agent = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.delenv(RANKS_TOKEN)
+    monkeypatch.setattr(rendezvous.secrets, "token_hex", lambda _: TOKEN)  # threads share their key
+    for _ in range(2):
+        assert outcomes(agent.port, 3, [2, 1, 0], 60) == ["", "", ""]
+
+
 def test_patience_grows_with_the_number_of_ranks() -> None:
     assert [patience_seconds(ranks) for ranks in (2, 128, 512, 4096)] == [62, 188, 572, 600]
 
