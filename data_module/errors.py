@@ -36,7 +36,7 @@ def install(extra: str) -> str:
     """Return the command that installs the packages of one of pyproject.toml's extras."""
     if IN_CLONE:
         return f".venv/bin/pip install -c constraints.txt -e '.[{extra}]'"  # as in docs/getting-started.md
-    from importlib.metadata import requires
+    from importlib.metadata import requires  # which every command would import
 
     needs = (requirement.partition(";") for requirement in requires("attention-pipeline") or [])
     packages = [

@@ -39,7 +39,7 @@ class EpochPlan:
     """
 
     def __init__(self, numbers: NDArray[np.uint32]) -> None:
-        """Create a view of `numbers`, which another plan's attribute `numbers` has returned."""
+        """Create the plan that has this flat array; see `plan_epoch`."""
         self.numbers = numbers
         num_batches = int(numbers[0])
         parts = np.split(numbers, np.cumsum([1, num_batches + 1, num_batches]))[1:]

@@ -174,6 +174,7 @@ def write_variants(
 
 def _encode_in_parallel(encoder: _ChunkEncoder) -> Iterator[tuple[_Encoded, _Encoded]]:
     """Yield all items in order, made by as many processes as there are cores."""
+    # A corpus without variants is prepared without torch, which takes seconds to import.
     import torch
     from torch.utils.data import DataLoader
 

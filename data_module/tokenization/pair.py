@@ -48,11 +48,11 @@ def join_models(source: bytes, target: bytes, pieces: Sequence[str]) -> bytes:
 
 def split_models(model: bytes) -> tuple[bytes, bytes] | None:
     """Return the models of source and target sentences from their stored form; None for any other model."""
-    from google.protobuf.unknown_fields import UnknownFieldSet
-
     # Only few models have them, and reading a large one takes a second.
     if _tag(SOURCE_FIELD) not in model:
         return None
+    from google.protobuf.unknown_fields import UnknownFieldSet  # which only these models need
+
     fields = {field.field_number: field.data for field in UnknownFieldSet(proto_of(model))}
     source, target = fields.get(SOURCE_FIELD), fields.get(TARGET_FIELD)
     return None if source is None or target is None else (bytes(source), bytes(target))
@@ -69,7 +69,7 @@ class PairEncoder:
             pieces: the vocabulary in the order of the ids.
             unk_id: id of the unknown symbol.
         """
-        import sentencepiece
+        import sentencepiece  # as in `Tokenizer`
 
         self.processor = sentencepiece.SentencePieceProcessor()
         self.processor.load_from_serialized_proto(model)
@@ -124,7 +124,7 @@ def _split_code(line: str) -> tuple[str, str]:
 
 def proto_of(model: bytes) -> Any:
     """Return a model as a protocol buffer of sentencepiece."""
-    from sentencepiece import sentencepiece_model_pb2
+    from sentencepiece import sentencepiece_model_pb2  # as in `Tokenizer`
 
     return sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
 

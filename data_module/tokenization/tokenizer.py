@@ -111,7 +111,7 @@ class Tokenizer:
             InputError: the bytes are no sentencepiece model, its special ids are not this project's, or `seen` is that
                 of another vocabulary.
         """
-        # Imported here because it need not be installed to load batches.
+        # Imported here because mistakes in a recipe are refused before, and batches are loaded without it.
         import sentencepiece
 
         self.model = model

@@ -4,7 +4,7 @@ import io
 import re
 import tempfile
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -36,7 +36,7 @@ MIN_CHARACTER_COUNT = 20
 # space included, or as many characters in longer or shorter words.
 _MAX_COUNTED_WORDS = 2_000_000
 _MEAN_CHARACTERS = 12
-_HASH_BITS = 32
+_ABOVE_HASHES = 2**32
 _CHUNK_WORDS = 100_000
 _LONGEST_WORD = 1000
 """Characters of a word that are given to sentencepiece together: it leaves out lines of more than 4,192 bytes."""
@@ -50,50 +50,51 @@ class WordCounts:
 
     If a text has more distinct words than memory allows, as text without spaces has, words are counted of half of its
     lines, or a quarter and so on. A hash of the line decides, so that all lines have the same chance and their order
-    changes nothing: the hashes of half of the lines end in 0 or more zero bits and then a one, those of a quarter in
-    one zero bit or more, and so on.
+    changes nothing. The lowest bit that is set in a hash is 1 for half of the lines, 2 for a quarter and so on.
     """
 
     def __init__(self) -> None:
         self._total: Counter[str] = Counter()
-        # Item i counts the words of the lines whose hashes end in exactly `self._zeros` + i zero bits.
-        self._by_zeros: list[Counter[str]] = [Counter() for _ in range(_HASH_BITS + 1)]
-        self._zeros = 0
+        self._by_bit: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        """The words of the lines whose hashes have this lowest bit."""
+        self._least_bit = 1
+        """Lines with a lower bit are not counted."""
         self._characters = 0
-        """Of item 0's words, one space each included."""
+        """Of the words of `_least_bit`, one space each included."""
         self._seen = np.zeros(0x110000, dtype=bool)
 
     @property
     def counts(self) -> Counter[str]:
         """The number of occurrences of each word. Read it when all lines have been added."""
-        for counts in self._by_zeros:
-            self._total.update(counts)
-            counts.clear()
-        self._characters = 0
+        for bit in sorted(self._by_bit):
+            self._total.update(self._by_bit[bit])
+        self._by_bit.clear()
         return self._total
 
     def add(self, lines: str, times: int = 1) -> None:
         r"""Count the words of normalized "\n"-separated lines `times` times."""
         split = lines.split("\n")
         hashes = np.fromiter(map(zlib.crc32, lines.encode().split(b"\n")), dtype=np.int64, count=len(split))
-        last_ones = hashes & -hashes
-        lowest, num_before = self._by_zeros[0], len(self._by_zeros[0])
-        for last_one in np.unique(last_ones).tolist():
-            zeros = last_one.bit_length() - 1 if last_one else _HASH_BITS
-            if zeros >= self._zeros:
-                words = " ".join([split[place] for place in np.flatnonzero(last_ones == last_one).tolist()]).split(" ")
-                for _ in range(times):
-                    self._by_zeros[zeros - self._zeros].update(words)
-        self._characters += _num_characters(islice(reversed(lowest), len(lowest) - num_before))
-        # Item 0 has half of the lines that are counted.
+        hashes |= _ABOVE_HASHES  # so that each has a bit that is set
+        lowest_bits = hashes & -hashes
+        for bit in np.unique(lowest_bits).tolist():
+            if bit < self._least_bit:
+                continue
+            words = " ".join([split[place] for place in np.flatnonzero(lowest_bits == bit).tolist()]).split(" ")
+            counts, num_before = self._by_bit[bit], len(self._by_bit[bit])
+            for _ in range(times):
+                counts.update(words)
+            if bit == self._least_bit:
+                self._characters += _num_characters(islice(reversed(counts), len(counts) - num_before))
+        # The words of the least bit are those of half of the lines that are counted.
         while 2 * self._characters > _MAX_COUNTED_WORDS * _MEAN_CHARACTERS:
-            del self._by_zeros[0]
-            self._zeros += 1
-            self._characters = _num_characters(self._by_zeros[0])
+            del self._by_bit[self._least_bit]
+            self._least_bit *= 2
+            self._characters = _num_characters(self._by_bit[self._least_bit])
 
     def num_characters(self) -> int:
         """Return the number of characters of all distinct words together, one space each included."""
-        return _num_characters(set().union(*self._by_zeros))
+        return _num_characters(set().union(*self._by_bit.values()))
 
     def add_characters(self, lines: str) -> None:
         """Add characters to the required vocabulary without counting their words."""
@@ -210,7 +211,7 @@ def _options(words: WordCounts, settings: CorpusSettings) -> dict[str, Any]:
 
 
 def _train(words: WordCounts, options: dict[str, Any]) -> bytes:
-    import sentencepiece
+    import sentencepiece  # as in `Tokenizer`
 
     # sentencepiece sorts the words, so that their order is of no account.
     lines = (
@@ -271,7 +272,7 @@ def standalone_model(tokenizer: Tokenizer) -> bytes:
 
     It encodes every text as `Tokenizer.encode` does, but for NUL, which sentencepiece has no rule for.
     """
-    import sentencepiece
+    import sentencepiece  # as in `Tokenizer`
 
     rules = lowercase_rules() if tokenizer.lowercase else {}
     rules |= {character: " " for character in SPACE_LIKE + "\n" if character != "\0"}

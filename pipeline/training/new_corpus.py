@@ -1,0 +1,31 @@
+"""What `prepare` does when the recipe has no mistake: the corpus, a report on its pieces, and its numbers."""
+
+import json
+import sys
+from pathlib import Path
+
+from data_module.corpus.manifest import TOKENIZER_NAME, numbers, summary
+from data_module.corpus.preparation import prepare
+from data_module.tokenization.tokenizer import Tokenizer
+from pipeline.config.recipe import Recipe
+from pipeline.inference.pieces import piece_report
+from pipeline.training.start import load_initial_weights
+
+
+def prepare_and_report(recipe: Recipe, init_from: Path | None, force: bool) -> None:
+    """Prepare the recipe's corpus and print its numbers.
+
+    Args:
+        recipe: the recipe.
+        init_from: a checkpoint, run folder or Marian model whose tokenizer the corpus gets; None for none.
+        force: replace a corpus of other texts or settings.
+
+    Raises InputError as `prepare` and `load_initial_weights` do.
+    """
+    tokenizer = load_initial_weights(init_from, recipe).tokenizer if init_from else None
+    manifest = prepare(recipe.corpus, tokenizer, force=force)
+    learned = Tokenizer.load(recipe.corpus_folder() / TOKENIZER_NAME).also_seen(tokenizer)
+    for line, _ in piece_report(recipe.corpus, learned):
+        print(line, file=sys.stderr)
+    print(f"{summary(manifest)}\nthe corpus is in {recipe.corpus.folder}", file=sys.stderr, flush=True)
+    print(json.dumps({"folder": recipe.corpus.folder, **numbers(manifest)}))
