@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.checkpointing.run_folder import STOPPED_EARLY
+from data_module.tokenization.tokenizer import Tokenizer
+from pipeline import load
+from pipeline.checkpointing.checkpoint import read_checkpoint
+from pipeline.checkpointing.run_folder import STOPPED_EARLY, read_metrics
 from pipeline.config.recipe import load_recipe
 from pipeline.training.start import finished_reason
 from tests.conftest import pipeline
@@ -52,6 +55,28 @@ def test_ranks_and_micro_batches_change_nothing(recipe_file: Path, tmp_path: Pat
     for tag in ("train/loss", "validation/loss", "validation/bleu"):
         for other in (many, two):
             assert scalars(other, tag) == [(step, pytest.approx(value, abs=1e-4)) for step, value in scalars(one, tag)]
+
+
+def test_the_likelihood_of_averaged_weights_chooses(recipe_file: Path, tmp_path: Path, tiny_corpus: Path) -> None:
+    """On two ranks, without translations. The truth is the sum of the log-probabilities of all validation pairs."""
+    options = ["--run.best_by", "likelihood", "--run.validation_translations", 0, "--training.ema_decay", 0.9]
+    run = fit(recipe_file, tmp_path / "run", *options, "--trainer.devices", 2)
+    tag = "validation/negative_log_likelihood"
+    logged = {line["step"]: line for line in read_metrics(run) if tag in line}
+    assert not [name for line in logged.values() for name in line if "bleu" in name]
+    best = min(logged, key=lambda step: logged[step][tag])
+    contents = read_checkpoint(run / "checkpoints" / "best.ckpt")
+    assert contents["global_step"] == best
+    assert contents["callbacks"]["CheckpointCallback"]["best_score"] == pytest.approx(logged[best][tag])
+    sources, targets = (
+        (tiny_corpus / f"validation.{side}.txt").read_text().splitlines() for side in ("source", "target")
+    )
+    model = load(run / "checkpoints" / "best.ckpt")
+    num_tokens = sum(len(ids) + 1 for ids in Tokenizer.load(tiny_corpus / "tokenizer.model").encode(targets))
+    total = sum(score.log_probability for score in model.score(sources, targets))
+    assert logged[best][tag] == pytest.approx(-total / num_tokens, rel=1e-5)
+    done = pipeline("average", run, "--best", 1)
+    assert f"best validation: step {best}: negative log-likelihood {logged[best][tag]:.4f}" in done.stderr.decode()
 
 
 @pytest.mark.slow

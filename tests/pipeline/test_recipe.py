@@ -266,15 +266,16 @@ def test_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     hints = {section: get_type_hints(kind, include_extras=True) for section, kind in kinds.items()}
     keys = {f"{section}.{key}" for section, types in hints.items() for key in types if "path" in str(types[key])}
     names = {f"corpus.train.{key}" for key in ("source", "target", "tsv", "dataset", "path")}
-    assert keys == {"run.folder", "corpus.folder", *names}
+    assert keys == {"run.folder", "corpus.folder", "corpus.tokenizer", *names}
     texts = "train: {source: ~/a, target: ~/b}, validation: {tsv: ~/c}"
     write(tmp_path, f"corpus: {{folder: ~/corpus, {texts}}}\n", "base.yaml")
     (tmp_path / "deep").mkdir()
     path = write(tmp_path / "deep", "extends: ~/base.yaml\ncorpus: {test: {dataset: ~, reader: x, path: ~/d}}\n")
-    recipe = load_recipe([path], ["--run.folder=~/run"])
+    recipe = load_recipe([path], ["--run.folder=~/run", "--corpus.tokenizer=~/t"])
     train, validation, test = recipe.corpus.train[0], recipe.corpus.validation[0], recipe.corpus.test[0]
     given = [recipe.run.folder, recipe.corpus.folder, train.source, train.target, validation.tsv, test.path]
-    assert given == [f"{tmp_path}/{name}" for name in ("run", "corpus", "a", "b", "c", "d")]
+    given.append(recipe.corpus.tokenizer)
+    assert given == [f"{tmp_path}/{name}" for name in ("run", "corpus", "a", "b", "c", "d", "t")]
     base = load_recipe([tmp_path / "base.yaml"])
     assert recipe_from_dict({"name": "base", "extends": "~/base.yaml"}) == base
     unknown = write(tmp_path, MINIMAL + "run: {folder: ~nobody-of-this-name/run}\n")
