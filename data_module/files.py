@@ -81,7 +81,7 @@ def misshapen(value: Any, shape: Any, key: str = "") -> str:
     if isinstance(shape, (type, tuple)):
         fits = type(value) in (shape if isinstance(shape, tuple) else (shape,))
         return "" if fits and not (isinstance(value, int) and value < 0) else key
-    if type(value) is not type(shape):
+    if not isinstance(value, type(shape)):  # An OrderedDict is a dictionary too.
         return key
     if isinstance(shape, list):
         return next(filter(None, (misshapen(item, shape[0], key) for item in value)), "")

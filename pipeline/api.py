@@ -364,7 +364,7 @@ def train(recipe: Mapping[str, Any]) -> Path:
     with _mistakes_in_one_line(), _state_restored():
         checked = recipe_from_dict(recipe)
         try:
-            fit_recipe(checked, reset=False, init_from=None)
+            fit_recipe(checked, fresh=False, init_from=None)
         except signals.Stopped as stop:
             if signals.first_signal() is not None:
                 raise KeyboardInterrupt(str(stop)) from None

@@ -28,7 +28,7 @@ from pipeline.runtime.backend import choose_backend
 from pipeline.runtime.console import quiet_lightning, say
 from pipeline.runtime.devices import allow_tf32
 from pipeline.training.build import build_data, build_module, refuse_optimizer
-from pipeline.training.fit import ensure_corpus
+from pipeline.training.train import ensure_corpus
 from pipeline.training.trainer import make_trainer, trainer_options
 
 WARM_UP_STEPS = 5

@@ -57,7 +57,7 @@ class CheckpointCallback(Callback):
         self._settings = recipe.run
         self._clock = clock
         self._with_average = recipe.training.ema_decay is not None
-        self._metadata = metadata(recipe.as_dict(), recipe.network, tokenizer)
+        self._metadata = metadata(recipe, tokenizer)
         self._last_saved = time.monotonic()
         self.saved_step = 0
         """Step of the newest checkpoint, which may still be being written; see `wait`."""

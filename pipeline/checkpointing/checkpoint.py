@@ -1,14 +1,14 @@
 """Checkpoint files: written atomically, found, read, averaged.
 
 A checkpoint needs no other file: its key `translation` holds the network's settings, the tokenizer and the recipe as
-plain values and tensors, so that it loads with `weights_only`.
+plain values and tensors, so that it loads with `weights_only`. `resume_point.py` reads what a run needs to go on.
 """
 
 import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -24,9 +24,55 @@ from model.settings import DecodingSettings, NetworkSettings, changed_keys
 from model.transformer import Transformer
 from pipeline.checkpointing.run_folder import AVERAGES, best_path, is_valid, latest_valid, step_of
 from pipeline.config.recipe import Recipe, stored_settings
-from pipeline.config.settings import BLEU_TOKENIZERS
 
 _PREFIX = "network."
+_STORED = {
+    "global_step": int,
+    "state_dict": {str: Tensor},
+    "selection": {"run_step": int},
+    "translation": {"tokenizer": Tensor, "seen_pieces": (Tensor, NoneType)},
+}
+"""The types of what a checkpoint holds beside settings; see `misshapen`."""
+_MAX_VALUES, _MAX_DEPTH = 1_000_000, 64
+"""How many values a checkpoint has at most, and in how many others one of them lies."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint file holds, checked when it was read; tensors are memory-mapped."""
+
+    path: Path
+    step: int
+    """Optimizer steps taken."""
+    run_step: int
+    """Those that its run had taken when it was written, of which an average around the best validation has fewer."""
+    recipe: Recipe
+    """That of its run, whose `network` has the settings of the weights."""
+    tokenizer: Tokenizer
+    weights: dict[str, Tensor]
+    """The state dict of `Transformer`: of a run with a moving average, the average."""
+    contents: dict[str, Any]
+    """All of the file, of which `resume_point.py` takes what a run needs to go on."""
+
+    def network(self) -> Transformer:
+        """Return the network with these weights, in evaluation mode, float32, on the CPU.
+
+        Raises InputError when the weights do not match the settings.
+        """
+        num_pieces = self.tokenizer.vocabulary_size
+        try:
+            with NoInitialValues(self.weights):
+                network = Transformer(num_pieces, self.recipe.network)
+            network.load_state_dict(self.weights)
+        except ValueError as error:  # a norm or an activation that is not registered
+            raise InputError(f"{self.path}: {error}") from None
+        except (RuntimeError, TypeError) as error:  # TypeError: a size of more than 64 bits
+            reason = " ".join(str(error).split())
+            raise InputError(
+                f"{self.path}: its weights do not match its own settings and vocabulary of {num_pieces} pieces "
+                f"({reason[:200]}); use another checkpoint"
+            ) from None
+        return network.eval()
 
 
 @dataclass(frozen=True)
@@ -42,29 +88,30 @@ class TrainedModel:
     step: int
 
 
-def metadata(recipe: dict[str, Any], network: NetworkSettings, tokenizer: Tokenizer) -> dict[str, Any]:
+def load_model(path: Path) -> TrainedModel:
+    """Return the model of a checkpoint.
+
+    Raises InputError as `read_checkpoint` and `Checkpoint.network` do.
+    """
+    read = read_checkpoint(path)
+    return TrainedModel(read.network(), read.tokenizer, read.recipe.decoding, read.recipe.as_dict(), path, read.step)
+
+
+def metadata(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return what is stored under a checkpoint's key `translation`."""
     stored = {"tokenizer": tokenizer.model} | ({} if tokenizer.seen is None else {"seen_pieces": tokenizer.seen})
     return {
         "format_version": FORMAT_VERSION,
-        "network": asdict(network),
+        "network": asdict(recipe.network),
         **{name: torch.frombuffer(bytearray(value), dtype=torch.uint8) for name, value in stored.items()},
-        "recipe": recipe,
+        "recipe": recipe.as_dict(),
     }
 
 
-def write_atomic(contents: dict[str, Any] | memoryview, path: Path) -> None:
-    """Save a checkpoint as a whole or not at all; a full disk leaves earlier checkpoints intact.
-
-    Args:
-        contents: the contents, or the bytes of a file that `torch.save` has made of them.
-        path: the file.
-    """
+def write_atomic(contents: dict[str, Any], path: Path) -> None:
+    """Save a checkpoint as a whole or not at all; a full disk leaves earlier checkpoints intact."""
     with atomic_file(path) as file:
-        if isinstance(contents, memoryview):
-            file.write(contents)
-        else:
-            torch.save(contents, file)
+        torch.save(contents, file)
 
 
 def resolve_checkpoint(path: Path) -> Path:
@@ -81,7 +128,7 @@ def resolve_checkpoint(path: Path) -> Path:
         raise InputError(f"{path}: there is no such checkpoint or run folder; fit names the folder it writes to")
     newest, _ = latest_valid(path)
     # By the step, because a clock may go back; of the same step, the one that was written last.
-    made = {average: _made_at(average) for average in path.glob(AVERAGES)}
+    made = {average: read_checkpoint(average).run_step for average in path.glob(AVERAGES)}
     average = max(made, key=lambda average: (made[average], average.stat().st_mtime), default=None)
     # A run that was resumed after averaging has better weights than its average.
     outdated = average if average and newest and made[average] < step_of(newest) else None
@@ -98,18 +145,8 @@ def resolve_checkpoint(path: Path) -> Path:
     return chosen
 
 
-def _made_at(average: Path) -> int:
-    """Return the step of the newest checkpoint that an average was made of or, with `--best`, that the run had."""
-    contents = read_checkpoint(average)
-    selection = contents.get("selection")
-    step = selection.get("run_step") if isinstance(selection, dict) else contents["global_step"]
-    if type(step) is not int:
-        raise InputError(f"{average}: is damaged: selection.run_step is no number of steps; remove it")
-    return step
-
-
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Return the file's contents, memory-mapped; no code in it is executed.
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read and check a file; no code in it is executed.
 
     Settings are checked as those of a recipe, and completed by those that are newer than the file.
 
@@ -135,13 +172,26 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: is not a checkpoint of this program; give one that fit has written")
     check_format(path, part.get("format_version"), "start a new run")
     try:
-        return {**contents, "translation": _checked(contents)}
-    except ValueError as error:
+        return _checked(path, contents)
+    except (InputError, ValueError) as error:
         raise InputError(f"{path}: is damaged: {str(error)[:300]}; give another one that fit has written") from None
 
 
-_MAX_VALUES, _MAX_DEPTH = 1_000_000, 64
-"""How many values a checkpoint has at most, and in how many others one of them lies."""
+def _checked(path: Path, contents: dict[str, Any]) -> Checkpoint:
+    """Return what a file holds; raise InputError or ValueError for what is wrong in it."""
+    # Only an average around the best validation has a selection.
+    complete = {"selection": {"run_step": contents["global_step"]}, **contents}
+    if wrong := misshapen(complete, _STORED):
+        raise ValueError(f"{wrong} is missing or wrong")
+    part, steps = contents["translation"], (contents["global_step"], complete["selection"]["run_step"])
+    network = stored_settings(part.get("network"), NetworkSettings, "network", exact=True)
+    recipe = replace(stored_settings(part.get("recipe"), Recipe, ""), network=network)
+    model, seen = (
+        None if tensor is None else tensor.to(torch.uint8).numpy().tobytes()
+        for tensor in (part["tokenizer"], part.get("seen_pieces"))  # Version 1.0 did not store the latter.
+    )
+    tokenizer = Tokenizer(model or b"", seen=seen)
+    return Checkpoint(path, *steps, recipe, tokenizer, network_weights(contents["state_dict"]), contents)
 
 
 def _check_archive(path: Path) -> None:
@@ -174,115 +224,6 @@ def _check_size(contents: Any, file_bytes: int) -> None:
         todo += [(item, depth + 1) for item in items]
 
 
-def _checked(contents: dict[str, Any]) -> dict[str, Any]:
-    """Return the part `translation` of a checkpoint, its settings complete; raise ValueError for what is wrong."""
-    part, weights, step = contents["translation"], contents["state_dict"], contents["global_step"]
-    if type(step) is not int or step < 0:
-        raise ValueError("global_step is no number of steps")
-    if not isinstance(weights, dict) or not all(
-        isinstance(name, str) and isinstance(weight, Tensor) for name, weight in weights.items()
-    ):
-        raise ValueError("state_dict has something else than named tensors")
-    for key in ("tokenizer", *(("seen_pieces",) if "seen_pieces" in part else ())):
-        value = part.get(key)
-        if not isinstance(value, Tensor) or value.dtype != torch.uint8 or value.dim() != 1:
-            raise ValueError(f"translation.{key} is no row of bytes")
-    network = stored_settings(part.get("network"), NetworkSettings, "network", exact=True)
-    return {**part, "network": asdict(network), "recipe": stored_settings(part.get("recipe"), Recipe, "").as_dict()}
-
-
-def stored_tokenizer(path: Path, contents: dict[str, Any]) -> Tokenizer:
-    """Return the tokenizer of a checkpoint that `read_checkpoint` has read; raise InputError if it is none."""
-    part = contents["translation"]
-    seen = part.get("seen_pieces")  # Version 1.0 did not store it.
-    try:
-        return Tokenizer(part["tokenizer"].numpy().tobytes(), seen=None if seen is None else seen.numpy().tobytes())
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
-
-
-_PROGRESS = {"total": {str: int}, "current": {str: int}}
-_RESUMED = {
-    "loops": {
-        "fit_loop": {
-            "state_dict": {"combined_loader": [{"epoch": int, "next_batch": int}]},
-            "epoch_loop.state_dict": {"_batches_that_stepped": int},
-            "epoch_loop.batch_progress": _PROGRESS,
-            "epoch_loop.manual_optimization.optim_step_progress": _PROGRESS,
-            "epoch_progress": _PROGRESS,
-        }
-    },
-    "callbacks": {
-        "GracefulStop": {"validation_pending": bool},
-        "ValidationSamples": {"bleu_tokenizer": str, "best_score": (float, NoneType)},
-        "TrainingMonitor": {"counted_seconds": (float, int), "validation_seconds": (float, int, NoneType)},
-        "CheckpointCallback": {
-            "best_score": (float, NoneType),
-            "best_step": (int, NoneType),
-            "temporary_step": (int, NoneType),
-        },
-    },
-    "optimizer_states": [{"state": {str: {}}, "param_groups": [{"params": [int]}]}],
-    "skipped_steps": [(float, int)],
-}
-"""The types of what a resumed run reads of a checkpoint, beside tensors. Lightning takes some of it for optional."""
-
-
-def read_to_resume(path: Path) -> dict[str, Any]:
-    """Return the contents of a run's checkpoint as `read_checkpoint` does, all there that a resumed run reads.
-
-    Raises InputError also where something is missing, or does not belong to the checkpoint's step.
-    """
-    contents = read_checkpoint(path)
-    wrong = misshapen(contents, _RESUMED)
-    if not wrong:
-        step, loop = contents["global_step"], contents["loops"]["fit_loop"]
-        counted = loop["epoch_loop.manual_optimization.optim_step_progress"]["total"].get("completed")
-        # Each step takes a batch, and each epoch has one.
-        places = [place["epoch"] + place["next_batch"] <= step for place in loop["state_dict"]["combined_loader"]]
-        if not step == step_of(path) == counted:
-            wrong = "the number of steps"
-        elif places != [True]:
-            wrong = "the position in the corpus"
-        elif len(contents["optimizer_states"]) != 1:
-            wrong = "optimizer_states"
-        elif contents["callbacks"]["ValidationSamples"]["bleu_tokenizer"] not in BLEU_TOKENIZERS:
-            wrong = "callbacks.ValidationSamples.bleu_tokenizer"
-    if wrong:
-        raise unfit_to_resume(path, f"{wrong} is missing or wrong")
-    return contents
-
-
-def unfit_to_resume(path: Path, reason: str) -> InputError:
-    """Return the error for a checkpoint that a run cannot be resumed from."""
-    return InputError(f"{path}: cannot be resumed from ({reason}); remove it, or use --fresh")
-
-
-def load_model(path: Path) -> TrainedModel:
-    """Return the model of a checkpoint.
-
-    Raises InputError as `read_checkpoint` does, and when the weights do not match the checkpoint's settings.
-    """
-    contents = read_checkpoint(path)
-    part = contents["translation"]
-    tokenizer = stored_tokenizer(path, contents)
-    weights = network_weights(contents)
-    try:
-        with NoInitialValues(weights):
-            network = Transformer(tokenizer.vocabulary_size, NetworkSettings(**part["network"]))
-        network.load_state_dict(weights)
-    except ValueError as error:  # a norm or an activation that is not registered
-        raise InputError(f"{path}: {error}") from None
-    except (RuntimeError, TypeError) as error:  # TypeError: a size of more than 64 bits
-        reason = " ".join(str(error).split())
-        raise InputError(
-            f"{path}: its weights do not match its own settings and vocabulary of {tokenizer.vocabulary_size} "
-            f"pieces ({reason[:200]}); use another checkpoint"
-        ) from None
-    decoding = DecodingSettings(**part["recipe"]["decoding"])
-    return TrainedModel(network.eval(), tokenizer, decoding, part["recipe"], path, contents["global_step"])
-
-
 class NoInitialValues(TorchFunctionMode):
     """Leaves new weights uninitialized, because those of a checkpoint replace them.
 
@@ -309,50 +250,42 @@ class NoInitialValues(TorchFunctionMode):
         return made
 
 
-def network_weights(contents: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the network's state dict, with the names that `Transformer` uses."""
-    return {
-        name.removeprefix(_PREFIX): tensor
-        for name, tensor in contents["state_dict"].items()
-        if name.startswith(_PREFIX)
-    }
+def network_weights(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the network's part of a `TranslationModule`'s state dict, with the names that `Transformer` uses."""
+    return {name.removeprefix(_PREFIX): one for name, one in state_dict.items() if str(name).startswith(_PREFIX)}
 
 
-def _check_same_model(path: Path, contents: dict[str, Any], other: Path, other_contents: dict[str, Any]) -> None:
-    """Raise InputError if the first of two checkpoints has another network or vocabulary than the other."""
-    parts = contents["translation"], other_contents["translation"]
-    fits = _shapes(contents) == _shapes(other_contents) and not changed_keys(parts[0]["network"], parts[1]["network"])
-    if not fits or not torch.equal(parts[0]["tokenizer"], parts[1]["tokenizer"]):
-        raise InputError(f"{path}: has another network or vocabulary than {other}; average one run only")
-
-
-def average(paths: list[Path], read: Callable[[Path], dict[str, Any]] = read_checkpoint) -> dict[str, Any]:
-    """Return a checkpoint whose weights are the mean of those given, summed in float64 (section 6.1).
+def average(paths: list[Path], read: Callable[[Path], Checkpoint] = read_checkpoint) -> dict[str, Any]:
+    """Return the contents of a checkpoint whose weights are the mean of those given, summed in float64 (section 6.1).
 
     It has no optimizer state: it is for translating, or for starting another run.
 
     Args:
         paths: the checkpoints, the newest last.
-        read: returns the contents of one of them.
+        read: returns one of them.
 
     Raises InputError when networks or vocabularies differ.
     """
-    first = read(paths[-1])
+    newest = read(paths[-1])
     # Copies, because weights that are stored in float64 would be added to in place.
-    sums = {name: tensor.to(torch.float64, copy=True) for name, tensor in first["state_dict"].items()}
+    sums = {name: tensor.to(torch.float64, copy=True) for name, tensor in newest.weights.items()}
     for path in paths[:-1]:
         other = read(path)
-        _check_same_model(path, other, paths[-1], first)
-        for name, tensor in other["state_dict"].items():
+        if not _have_same_model(other, newest):
+            raise InputError(f"{path}: has another network or vocabulary than {newest.path}; average one run only")
+        for name, tensor in other.weights.items():
             sums[name] += tensor
+    means = {name: (total / len(paths)).to(newest.weights[name].dtype) for name, total in sums.items()}
     return {
-        "state_dict": {name: (total / len(paths)).to(first["state_dict"][name].dtype) for name, total in sums.items()},
-        "translation": first["translation"],
-        "global_step": first["global_step"],
+        "state_dict": {f"{_PREFIX}{name}": mean for name, mean in means.items()},
+        "translation": metadata(newest.recipe, newest.tokenizer),
+        "global_step": newest.step,
         "averaged": [path.name for path in paths],
-        "pytorch-lightning_version": first.get("pytorch-lightning_version"),
     }
 
 
-def _shapes(contents: dict[str, Any]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in contents["state_dict"].items()}
+def _have_same_model(one: Checkpoint, other: Checkpoint) -> bool:
+    """Return whether two checkpoints have the same network and vocabulary."""
+    shapes = [{name: tensor.shape for name, tensor in each.weights.items()} for each in (one, other)]
+    same_network = not changed_keys(asdict(one.recipe.network), asdict(other.recipe.network))
+    return same_network and shapes[0] == shapes[1] and one.tokenizer.model == other.tokenizer.model

@@ -1,42 +1,40 @@
 """Writes checkpoints in the background, from a copy in host memory."""
 
-import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from copy import deepcopy
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import TorchCheckpointIO
+from torch import Tensor
 
 from pipeline.checkpointing.checkpoint import write_atomic
 from pipeline.runtime.console import say, user_message
-from pipeline.runtime.memory import can_measure_peak, host_memory_limit, private_memory
+from pipeline.runtime.memory import can_measure_peak, host_memory_limit, private_memory, release_freed_memory
 
 
 class HostCopy:
-    """One block of host memory, reserved once, that holds the bytes of a checkpoint's file until they are written.
-
-    The block is no part of the allocator's memory, and processes that are forked do not get it: a loader worker would
-    otherwise keep the pages that it was forked with, which doubles the memory.
-    """
+    """Host memory, reserved once, to which a checkpoint's tensors are copied until they are written."""
 
     def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
+        self._memory = np.empty(0, dtype=np.uint8)
         self._processes = 1
-        self._end = 0
         self.refusal = "no memory was reserved"
-        """Why there is no block."""
+        """Why there is no room for a copy."""
 
     @property
     def size(self) -> int:
-        """Bytes of the block; 0 if there is none."""
-        return len(self._memory) if self._memory is not None else 0
+        """Bytes reserved; 0 if there was no room."""
+        return self._memory.nbytes
 
-    def reserve(self, size: int, processes: int) -> bool:
-        """Replace the block by one of `size` bytes, whose pages are in memory; return whether there was room for it.
+    def reserve(self, size: int, processes: int) -> None:
+        """Reserve `size` bytes in place of those before, if there is room.
 
         Args:
             size: bytes.
@@ -46,50 +44,59 @@ class HostCopy:
         self._processes = processes
         if not can_measure_peak():
             self.refusal = "this system does not say how much memory a process takes"
-            return False
+            return
         limit = host_memory_limit(processes)
         self.refusal = f"a copy of {size / 1e6:,.0f} MB does not fit, {limit.owner} has {limit.size / 1e6:,.0f} MB"
-        if private_memory() + size > limit.size:
-            return False
-        try:
-            # All pages are in memory from now on: what is measured to fit beside the block still fits when a checkpoint
-            # is written to it.
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-            self._memory = mmap.mmap(-1, size, flags=flags)
-        except OSError:
-            return False
-        self._memory.madvise(mmap.MADV_DONTFORK)
-        return True
+        if private_memory() + size <= limit.size:
+            self._memory = np.empty(size, dtype=np.uint8)
+            # All pages are in memory from now on: what is measured to fit beside them still fits when they are used.
+            self._memory.fill(0)
 
     def release(self) -> None:
-        """Give the block back. No copy may be in use."""
-        self._memory = None
+        """Give the memory back. No copy may be in use."""
+        self._memory = np.empty(0, dtype=np.uint8)
+        release_freed_memory()
 
-    def take(self, contents: dict[str, Any]) -> memoryview | None:
-        """Return the file of a checkpoint's contents, which is valid until the next call.
+    def take(self, contents: dict[str, Any]) -> dict[str, Any] | None:
+        """Return a copy of a checkpoint's contents, which is valid until the next call; None if there is no room.
 
-        A file that is larger than the block, because of an optimizer with more state than Adam, gets a larger block.
-        None if there is no room for it.
+        An optimizer with more state than Adam needs more memory than was reserved, and gets it here.
         """
-        if self._memory is None:
+        if not self.size:
             return None
-        self._end = 0
-        torch.save(contents, self)  # type: ignore[arg-type]  # It calls write and flush only.
-        if self._end > self.size:
-            if not self.reserve(self._end, self._processes):
+        tensors = list(_tensors(contents))
+        # Tensors that share memory, such as tied weights, share it in the copy and in the file.
+        storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
+        ends = dict(zip(storages, accumulate(_aligned(one.nbytes()) for one in storages.values()), strict=True))
+        needed = max(ends.values(), default=0)
+        if needed > self.size:
+            self.reserve(needed, self._processes)
+            if not self.size:
                 return None
-            return self.take(contents)
-        return memoryview(self._memory)[: self._end]
+        copies = {}
+        for key, storage in storages.items():
+            start = ends[key] - _aligned(storage.nbytes())
+            copies[key] = torch.from_numpy(self._memory[start : start + storage.nbytes()]).untyped_storage()
+            copies[key].copy_(storage)
+        placed: dict[int, Any] = {}
+        for one in tensors:
+            copy = copies[one.untyped_storage().data_ptr()]
+            placed[id(one)] = torch.empty(0, dtype=one.dtype).set_(copy, one.storage_offset(), one.shape, one.stride())
+        return deepcopy(contents, placed)
 
-    def write(self, data: memoryview) -> int:
-        """Take a part of the file from `torch.save`. Parts that do not fit are counted only."""
-        start, self._end = self._end, self._end + len(data)
-        if self._memory is not None and self._end <= self.size:
-            self._memory[start : self._end] = data
-        return len(data)
 
-    def flush(self) -> None:
-        """Do nothing; `torch.save` calls it."""
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the plain tensors in nested values."""
+    if type(value) is Tensor and value.layout == torch.strided and value.numel():
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
+
+
+def _aligned(size: int) -> int:
+    """Return the bytes that are set aside for a tensor of this size, so that each begins at a multiple of 64."""
+    return -(-size // 64) * 64
 
 
 @dataclass(frozen=True)
@@ -147,7 +154,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         # The checkpoint comes last. It records that this step is the best one: were it written first, a run that is
         # killed between the two would resume from it and never write the best one.
         files = [*options.copies, Path(path)]
-        # There is one block for all copies, so the one before must be on disk. Its error ends the run here: to go on
+        # All copies are in the same memory, so the one before must be on disk. Its error ends the run here: to go on
         # would leave a user with a full disk and ever older checkpoints.
         self.wait()
         had_copy = bool(self.copy_bytes)

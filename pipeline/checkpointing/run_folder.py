@@ -255,6 +255,7 @@ class RunFolder:
         """
         self.path = path
         check_writable(path)
+        self._made = [folder for folder in path.absolute().parents if not folder.exists()]
         self._lock = self._open_lock()
         deadline = time.monotonic() + patience_seconds
         reported = False
@@ -285,11 +286,12 @@ class RunFolder:
             raise InputError(f"{self.path}: cannot be written ({error.strerror}); give another run.folder") from error
 
     def close(self) -> None:
-        """Release the lock, and remove a folder that holds nothing else."""
-        with suppress(OSError):  # Another process may have removed it or begun to use it.
+        """Release the lock, and remove a folder that holds nothing else, with those above that were made for it."""
+        with suppress(OSError):  # Another process may have removed one of them or begun to use it.
             if [entry.name for entry in self.path.iterdir()] == [_LOCK]:
                 (self.path / _LOCK).unlink()
-                self.path.rmdir()
+                for folder in (self.path, *self._made):
+                    folder.rmdir()
         self._lock.close()
 
     def remove_run(self, job: JobStep | None) -> None:
@@ -393,6 +395,14 @@ def check_same_run(path: Path, recipe: Recipe) -> list[str]:
 def reset_marker(path: Path, job: JobStep) -> Path:
     """Return the path of the marker that a job leaves when it has removed the previous run."""
     return path / f".fresh-{job.job}"
+
+
+def should_reset(requested: bool, path: Path, job: JobStep | None) -> bool:
+    """Return whether to remove the run in the folder.
+
+    A job that was submitted with `--fresh` does so once: when SLURM requeues it, it resumes.
+    """
+    return requested and not (job is not None and reset_marker(path, job).exists())
 
 
 @contextmanager

@@ -6,7 +6,7 @@ The paper averages the last 5 for base and 20 for big (section 6.1).
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data_module.errors import InputError
 from data_module.files import replace_error, user_path
@@ -23,6 +23,9 @@ from pipeline.checkpointing.run_folder import (
     step_of,
 )
 from pipeline.config.settings import validation_tag
+
+if TYPE_CHECKING:
+    from pipeline.checkpointing.checkpoint import Checkpoint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,12 +115,12 @@ def saved_checkpoints(run: Path) -> dict[int, Path]:
     best = best_path(run)
     if is_valid(best):
         # A validation need not be at a step that is saved.
-        saved.setdefault(read_checkpoint(best)["global_step"], best)
+        saved.setdefault(read_checkpoint(best).step, best)
     return saved
 
 
-def read_saved(run: Path, path: Path, step: int) -> dict[str, Any]:
-    """Return a checkpoint's contents, also if `fit` has moved it to those around the best validation meanwhile.
+def read_saved(run: Path, path: Path, step: int) -> "Checkpoint":
+    """Return a checkpoint, also if `fit` has moved it to those around the best validation meanwhile.
 
     Raises InputError when `fit` has removed or replaced it.
     """
@@ -125,9 +128,9 @@ def read_saved(run: Path, path: Path, step: int) -> dict[str, Any]:
 
     for candidate in (path, around_best_path(run, step)):
         if is_valid(candidate):
-            contents = read_checkpoint(candidate)
-            if contents["global_step"] == step:
-                return contents
+            checkpoint = read_checkpoint(candidate)
+            if checkpoint.step == step:
+                return checkpoint
     raise InputError(f"{path}: fit has removed it since this command began; run the same command again")
 
 

@@ -11,7 +11,6 @@ from pipeline.config.recipe import add_recipe_arguments
 from pipeline.runtime import signals
 from pipeline.runtime.launch import process_rank, reports_exit_code
 from pipeline.runtime.signals import Stopped
-from pipeline.training.fit import fit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Start or resume training; on rank 0, report a requested stop as this process's exit code."""
+    from pipeline.training.fit import fit  # Not needed for --help.
+
     try:
         return fit(arguments.config, arguments.overrides, arguments.fresh, arguments.init_from)
     except Stopped as stop:

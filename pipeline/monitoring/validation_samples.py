@@ -24,11 +24,6 @@ _COLUMN_PADDING = 40 * "\u00a0"
 """Keeps TensorBoard from making the first column too narrow for its numbers."""
 
 
-def bleu_tokenizer_of(checkpoint: dict[str, Any]) -> str:
-    """Return the tokenizer of the BLEU that a checkpoint's run validates with."""
-    return checkpoint["callbacks"][ValidationSamples.__qualname__]["bleu_tokenizer"]
-
-
 class Translation(NamedTuple):
     """The translation of a validation pair."""
 
@@ -167,8 +162,9 @@ class ValidationSamples(Callback):
         return {"best_score": self.best_score, "bleu_tokenizer": self._bleu_tokenizer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the best score; `bleu_tokenizer_of` reads the tokenizer before the callback is made."""
-        self.best_score = state_dict["best_score"]
+        """Restore the best score; `read_resume_point` reads the tokenizer before the callback is made."""
+        # Earlier revisions knew BLEU only, and called it so.
+        self.best_score = state_dict["best_score"] if "best_score" in state_dict else state_dict["best_bleu"]
 
     def _gather(self) -> None:
         """Collect the translations of all ranks."""

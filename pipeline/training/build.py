@@ -191,7 +191,7 @@ def build_callbacks(start: Start, data: TranslationDataModule, backend: Backend)
     sources, references = data.validation_text()
     if tokenizer.lowercase:  # The model writes lower case: its text compares with lower-cased references only.
         references = tokenizer.lower(references)
-    bleu, note = choose_bleu_tokenizer(recipe, start.resume.bleu_tokenizer if start.resume else None)
+    bleu, note = choose_bleu_tokenizer(recipe, start.resume)
     if note:
         say(note)
     elif warning := spacing_warning(references, bleu):

@@ -39,11 +39,6 @@ ANSWER_SECONDS = 3.0
 """How long a rank waits for the others to report that they have failed too."""
 
 
-def validation_is_pending(checkpoint: dict[str, Any]) -> bool:
-    """Return whether the run was stopped during the validation after the checkpoint's step."""
-    return checkpoint["callbacks"][GracefulStop.__qualname__]["validation_pending"]
-
-
 class StopConsensus:
     """Agreement of all ranks on whether any of them was asked to stop."""
 

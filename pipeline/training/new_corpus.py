@@ -9,7 +9,6 @@ from data_module.corpus.preparation import prepare
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.config.recipe import Recipe
 from pipeline.inference.pieces import piece_report
-from pipeline.training.start import load_initial_weights
 
 
 def prepare_and_report(recipe: Recipe, init_from: Path | None, force: bool) -> None:
@@ -22,7 +21,11 @@ def prepare_and_report(recipe: Recipe, init_from: Path | None, force: bool) -> N
 
     Raises InputError as `prepare` and `load_initial_weights` do.
     """
-    tokenizer = load_initial_weights(init_from, recipe).tokenizer if init_from else None
+    tokenizer = None
+    if init_from is not None:
+        from pipeline.training.start import load_initial_weights  # It imports torch, which the rest does without.
+
+        tokenizer = load_initial_weights(init_from, recipe).tokenizer
     manifest = prepare(recipe.corpus, tokenizer, force=force)
     learned = Tokenizer.load(recipe.corpus_folder() / TOKENIZER_NAME).also_seen(tokenizer)
     for line, _ in piece_report(recipe.corpus, learned):

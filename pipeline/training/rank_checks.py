@@ -25,7 +25,7 @@ from pipeline.runtime.devices import mixed_processors_mistake, processor_name, s
 from pipeline.runtime.launch import RANKS_MISSING, JobStep, node_name, report_mistake_to_script
 from pipeline.runtime.rank_messages import post, read
 from pipeline.runtime.rendezvous import Rendezvous, patience_seconds, use_loopback
-from pipeline.training.checks import CheckResult
+from pipeline.training.recipe_checks import CheckResult
 
 ALL_REDUCE_BYTES = 1 << 24
 _SAMPLE_BYTES = 1 << 20

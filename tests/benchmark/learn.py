@@ -182,7 +182,7 @@ def train_recipe(recipe: Recipe, minutes: float, folder: Path, curve: Curve, bas
             trainer=options,
         )
         try:
-            fit_recipe(changed, reset=False, init_from=None, further_callbacks=[callback])
+            fit_recipe(changed, fresh=False, init_from=None, further_callbacks=[callback])
         except Stopped:  # Its message says how to resume `fit`.
             raise InputError(f"asked to stop: a benchmark cannot resume; remove {folder} to start again") from None
 

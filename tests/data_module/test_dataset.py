@@ -19,7 +19,7 @@ from data_module.corpus import dataset_library
 from data_module.corpus.pairs import read_pairs
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
-from pipeline.training.fit import ensure_corpus
+from pipeline.training.train import ensure_corpus
 from tests.conftest import ROOT, pipeline, sentences
 from tests.data_module.test_preparation import made, text_of
 

@@ -13,8 +13,10 @@ from data_module.corpus.preparation import prepare
 from data_module.corpus.readers import READERS, Reader, as_lines
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
-from pipeline.training.checks import check_text
-from pipeline.training.fit import ensure_corpus
+from pipeline.config.recipe import Recipe
+from pipeline.training.doctor import Findings
+from pipeline.training.recipe_checks import check_text
+from pipeline.training.train import ensure_corpus
 
 
 class Rows(Reader):
@@ -62,8 +64,14 @@ def test_an_unknown_reader_is_refused(settings: CorpusSettings, name: str, way_o
     with pytest.raises(InputError) as caught:
         open_reader(text, settings)
     assert str(caught.value) == message
-    [result] = check_text(TextChecker(settings), "train", text, True)
-    assert result[:2] == (False, message)
+    assert found(settings, text) == [(False, message)]
+
+
+def found(settings: CorpusSettings, text: TextSource) -> list[tuple[bool, str]]:
+    """Return what `doctor` finds in a text source."""
+    findings = Findings(Recipe("rows", settings), reads_texts=True)
+    check_text(TextChecker(settings), "train", text, findings)
+    return [(result.ok, result.message) for result in findings.results]
 
 
 def test_a_prepared_corpus_does_not_need_its_reader(settings: CorpusSettings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,12 +84,11 @@ def test_a_prepared_corpus_does_not_need_its_reader(settings: CorpusSettings, mo
 def test_doctor_and_availability(settings: CorpusSettings, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     assert all_available(settings)
-    results = check_text(TextChecker(settings), "train", settings.train[0], True)
-    assert [result[:2] for result in results] == [(True, f"text {path}: 2 pairs")]
+    assert found(settings, settings.train[0]) == [(True, f"text {path}: 2 pairs")]
     path.unlink()
     assert not all_available(settings)
-    [result] = check_text(TextChecker(settings), "train", settings.train[0], True)
-    assert result[:2] == (False, f"text {path} is missing; put it there or correct its path in corpus:")
+    message = f"text {path} is missing; put it there or correct its path in corpus:"
+    assert found(settings, settings.train[0]) == [(False, message)]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from data_module.errors import InputError
 from pipeline.config.recipe import load_recipe
 from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.launch import JobStep
-from pipeline.training.checks import CheckContext, check_recipe
+from pipeline.training.doctor import Question, check_fit
 from tests.conftest import pipeline, tiny_recipe
 
 
@@ -128,7 +128,7 @@ def test_ranks_do_not_wait_for_text_to_be_read(place: Path) -> None:
     (place / "train.target").write_bytes(b"\xff\n")
     step = JobStep("7", rank=0, local_rank=0, num_tasks=2, num_nodes=2, tasks_per_node=1, restarts=0)
     found = {
-        tasks: [one.message for one in check_recipe(CheckContext(recipe, replace(step, num_tasks=tasks), False, None))]
+        tasks: [one.message for one in check_fit(recipe, replace(step, num_tasks=tasks), Question([], [], False, None))]
         for tasks in (1, 2)
     }
     assert any("1 lines, but" in message for message in found[1])

@@ -11,7 +11,7 @@ import pytest
 from data_module.files import is_mount_point
 from pipeline.commands.evaluate import output_file
 from pipeline.config.recipe import load_recipe
-from pipeline.training.checks import CheckContext, check_recipe
+from pipeline.training.doctor import Question, check_fit
 from tests.conftest import ROOT, pipeline, refusal
 
 Mount = Callable[..., None]
@@ -49,7 +49,7 @@ def test_what_is_mounted_cannot_be_replaced(mount: Mount, recipe_file: Path, tra
     for command in ("prepare", "fit"):
         assert refusal(command, *words) == f"error: {expected}"
     recipe = load_recipe([recipe_file], ["--corpus.folder", str(corpus)])
-    results = check_recipe(CheckContext(recipe, None, reset=False, init_from=None))
+    results = check_fit(recipe, None, Question([], [], False, None))
     assert expected in [result.message for result in results if not result.ok]
     line = refusal("export", trained_run, bundle, "--format", "torchscript")
     assert line == f"error: {bundle}: cannot be written ({reason}); give another folder"

@@ -14,9 +14,9 @@ from lightning.pytorch import Trainer
 from data_module.batching.batch import PaddedBatch, SpecialIds
 from data_module.settings import BatchSettings
 from data_module.translation_data_module import TranslationDataModule
-from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
+from model.settings import DecodingSettings, TrainingSettings
 from model.training_module import TranslationModule
-from pipeline.checkpointing.checkpoint import load_model, read_checkpoint
+from pipeline.checkpointing.checkpoint import read_checkpoint
 from pipeline.monitoring import validation_samples
 from pipeline.monitoring.validation_samples import ValidationSamples
 from pipeline.training.trainer import strategy
@@ -37,12 +37,11 @@ DECODED_PAIRS: list[int] = []
 
 if __name__ == "__main__":
     checkpoint, corpus, num_ranks, results = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    tokenizer = load_model(checkpoint).tokenizer
+    trained = read_checkpoint(checkpoint)
+    tokenizer, network = trained.tokenizer, trained.recipe.network
     special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
-    contents = read_checkpoint(checkpoint)
-    network = NetworkSettings(**contents["translation"]["network"])
     module = TranslationModule(tokenizer.vocabulary_size, special, network, TrainingSettings(), DecodingSettings(), 1)
-    module.load_state_dict(contents["state_dict"])
+    module.load_state_dict(trained.contents["state_dict"])
     data = TranslationDataModule(
         corpus, BatchSettings(batch_tokens=200, max_tokens_per_device=100, workers=0), special, 1
     )

@@ -63,7 +63,7 @@ def log_scores(run: Path, bleu: Mapping[int, float | None]) -> None:
 def best(run: Path, count: int) -> dict[str, Any]:
     """Run the command and return what the average says about the choice."""
     assert main(["average", str(run), "--best", str(count)]) == 0
-    return read_checkpoint(run / f"average-best-{count}.ckpt")["selection"]
+    return read_checkpoint(run / f"average-best-{count}.ckpt").contents["selection"]
 
 
 def move_to_around_best(run: Path, paths: list[Path]) -> None:
@@ -77,7 +77,7 @@ def move_to_around_best(run: Path, paths: list[Path]) -> None:
 def assert_average_of(run: Path, written: Path, steps: list[int]) -> None:
     """The weights are the mean of the checkpoints', computed by a plain loop, in every bit."""
     states = [torch.load(step_path(run, step), weights_only=True)["state_dict"] for step in steps]
-    mean = read_checkpoint(written)["state_dict"]
+    mean = read_checkpoint(written).contents["state_dict"]
     for name, tensor in mean.items():
         assert torch.equal(tensor, (sum(state[name].double() for state in states) / len(steps)).float())
     assert mean.keys() == states[0].keys()
@@ -102,7 +102,7 @@ def test_the_checkpoints_around_the_best_validation_are_averaged(
     }
     path = run / f"average-best-{count}.ckpt"
     assert_average_of(run, path, steps)
-    written = read_checkpoint(path)
+    written = read_checkpoint(path).contents
     assert written["averaged"] == [f"step={step:08d}.ckpt" for step in steps]
     output = capsys.readouterr()
     assert output.out == f"{path}\n"
@@ -114,7 +114,7 @@ def test_a_run_is_averaged_by_the_scores_that_it_logged(trained_run: Path, tmp_p
     scores = {line["step"]: line["validation/bleu"] for line in read_metrics(run) if "validation/bleu" in line}
     output = tmp_path / "elsewhere" / "mean.ckpt"
     assert main(["average", str(run), "--best", "1", "--output", str(output)]) == 0
-    mean, kept = (read_checkpoint(path) for path in (output, run / "checkpoints/best.ckpt"))
+    mean, kept = (read_checkpoint(path).contents for path in (output, run / "checkpoints/best.ckpt"))
     assert mean["selection"]["best_validation"]["bleu"] == max(scores.values())
     assert all(torch.equal(mean["state_dict"][name], tensor) for name, tensor in kept["state_dict"].items())
 
@@ -169,12 +169,12 @@ def test_the_best_checkpoint_counts_if_its_step_was_not_saved(run: Path) -> None
     write_atomic({**contents, "global_step": 77}, run / "checkpoints" / "best.ckpt")
     log_scores(run, {77: 50.0})
     assert best(run, 3)["steps"] == [3 * EVERY, 77, 4 * EVERY]
-    assert read_checkpoint(run / "average-best-3.ckpt")["averaged"][1] == "best.ckpt"
+    assert read_checkpoint(run / "average-best-3.ckpt").contents["averaged"][1] == "best.ckpt"
     # A step that was saved is not listed twice, and goes by its own name.
     write_atomic({**contents, "global_step": 10 * EVERY}, run / "checkpoints" / "best.ckpt")
     log_scores(run, {10 * EVERY: 50.0})
     best(run, 1)
-    assert read_checkpoint(run / "average-best-1.ckpt")["averaged"] == ["step=00000200.ckpt"]
+    assert read_checkpoint(run / "average-best-1.ckpt").contents["averaged"] == ["step=00000200.ckpt"]
 
 
 def test_checkpoints_that_are_no_longer_among_the_newest_are_used(run: Path) -> None:
@@ -194,13 +194,13 @@ def test_files_that_fit_moves_removes_or_replaces_meanwhile(run: Path, monkeypat
     expected = average(step_checkpoints(run)[:3])["state_dict"]
     move_to_around_best(run, step_checkpoints(run)[:3])
     assert best(run, 3)["steps"] == [EVERY, 2 * EVERY, 3 * EVERY]
-    mean = read_checkpoint(run / "average-best-3.ckpt")["state_dict"]
+    mean = read_checkpoint(run / "average-best-3.ckpt").contents["state_dict"]
     assert all(torch.equal(mean[name], tensor) for name, tensor in expected.items())
     around_best_path(run, EVERY).unlink()
     assert "step=00000020.ckpt: fit has removed it since this command began; run the same" in refused(run, 3)
     newest, best_path = step_checkpoints(run)[-1], run / "checkpoints" / "best.ckpt"
     shutil.copy(newest, best_path)
-    assert command.read_saved(run, best_path, step_of(newest))["global_step"] == step_of(newest)
+    assert command.read_saved(run, best_path, step_of(newest)).step == step_of(newest)
     with pytest.raises(InputError, match=r"best\.ckpt: fit has removed it"):
         command.read_saved(run, best_path, 77)
 

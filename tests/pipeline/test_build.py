@@ -7,19 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from data_module.corpus.manifest import read_manifest
 from data_module.corpus.preparation import prepare
-from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.backend import Backend
-from model.optimization import OPTIMIZERS, muon
-from pipeline.config.recipe import load_recipe
+from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.inference.metrics import METRICS, ExactMatch
 from pipeline.training.build import build_callbacks, build_data, build_module
-from pipeline.training.checks import CheckContext, check_disk_space, check_recipe
-from pipeline.training.fit import fit
+from pipeline.training.checks import check_disk_space
+from pipeline.training.doctor import Findings
+from pipeline.training.recipe_checks import CheckResult
 from pipeline.training.start import ResumePoint, Start
 from tests.conftest import sentences
 
@@ -119,40 +117,10 @@ def test_a_resumed_run_keeps_the_tokenizer_of_bleu(recipe_file: Path, capsys: py
         assert ("validation keeps BLEU on char tokens" in capsys.readouterr().err) == (began is not None)
 
 
-def test_an_optimizer_that_cannot_train_is_refused_before_anything_is_prepared(
-    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By `fit` and `doctor`."""
-    monkeypatch.setitem(OPTIMIZERS, "own", lambda _, settings: muon([nn.Parameter(torch.ones(2))], settings))
-    mistake = "it finds no projection in this network; "
-    corpus = tmp_path / "corpus"
-    overrides = ["--training.optimizer", "own", "--corpus.folder", str(corpus)]
-    overrides += ["--run.folder", str(tmp_path / "run")]
-    with pytest.raises(InputError, match=f"^command line: training.optimizer own: {mistake}") as refused:
-        fit([recipe_file], overrides, reset=False, init_from=None)
-    assert not corpus.exists()
-    recipe = load_recipe([recipe_file], overrides)
-    found = [result.message for result in check_recipe(CheckContext(recipe, None, False, None)) if not result.ok]
-    assert found == [str(refused.value)]
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "mistake"),
-    [
-        ("batches.max_tokens_per_device", 5, ".*: batches.max_tokens_per_device 5 is less than the longest sentence"),
-        ("network.max_positions", 5, "command line: network.max_positions 5 is less than the longest sentence"),
-        ("monitoring.attention_sentences", [40], "command line: .* 40 does not exist; give numbers up to 39"),
-        ("run.validation_translations", 3, "command line: .* 14 is none of the sentences that run.validation_transl"),
-    ],
-)
-def test_limits_that_the_corpus_exceeds(key: str, value: Any, mistake: str, recipe_file: Path, tmp_path: Path) -> None:
-    """By `fit` and `doctor`."""
-    overrides = ["--run.folder", str(tmp_path / "run"), "--network.learned_positions", "true"]
-    overrides += ["--monitoring.attention_sentences", "[13, 14]", f"--{key}", str(value)]
-    with pytest.raises(InputError, match=f"^{mistake}") as refused:
-        fit([recipe_file], overrides, reset=False, init_from=None)
-    results = check_recipe(CheckContext(load_recipe([recipe_file], overrides), None, False, None))
-    assert [result.message for result in results if not result.ok] == [str(refused.value)]
+def room(recipe: Recipe) -> list[CheckResult]:
+    findings = Findings(recipe, reads_texts=False)
+    check_disk_space(recipe, findings)
+    return findings.results
 
 
 def test_room_for_checkpoints(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,13 +130,13 @@ def test_room_for_checkpoints(recipe_file: Path, tmp_path: Path, monkeypatch: py
 
     def is_enough(free: int) -> bool:
         monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free))
-        return all(result.ok for result in check_disk_space(CheckContext(recipe, None, False, None)))
+        return all(result.ok for result in room(recipe))
 
     average = replace(recipe, training=replace(recipe.training, ema_decay=0.9))
     asked = [
         float(result.message.split("need ")[1].split()[0])
         for one in (recipe, average)
-        for result in check_disk_space(CheckContext(replace(one, network=large), None, False, None))
+        for result in room(replace(one, network=large))
     ]
     assert asked[1] / asked[0] == pytest.approx(4 / 3, abs=0.1)
     needed = next(free for free in range(0, 1 << 30, 1 << 20) if is_enough(free))

@@ -17,7 +17,7 @@ from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.checkpointing import callback as callback_module
 from pipeline.checkpointing import checkpoint_io as io_module
 from pipeline.checkpointing.callback import EMA, CheckpointCallback
-from pipeline.checkpointing.checkpoint import read_checkpoint, write_atomic
+from pipeline.checkpointing.checkpoint import write_atomic
 from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO, checkpoint_io
 from pipeline.checkpointing.run_folder import around_best_checkpoints, step_checkpoints, step_of, step_path
 from pipeline.config.recipe import load_recipe
@@ -135,7 +135,7 @@ def newest(run: Path) -> Path:
 
 
 def step_in(checkpoint: Path) -> int:
-    return read_checkpoint(checkpoint)["global_step"]
+    return torch.load(checkpoint, weights_only=True)["global_step"]
 
 
 def steps(run: Path) -> list[int]:

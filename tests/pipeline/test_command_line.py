@@ -10,9 +10,9 @@ import pytest
 from data_module.errors import InputError
 from pipeline import load
 from pipeline.__main__ import main, parse
-from pipeline.commands.doctor import print_results
 from pipeline.runtime.console import report, say, user_message
-from pipeline.training.checks import CheckResult
+from pipeline.training.doctor import print_results
+from pipeline.training.recipe_checks import CheckResult
 from tests.test_structure import FILES
 
 ONE, TWO, THREE = map(Path, ("one.yaml", "two.yml", "three.yaml"))

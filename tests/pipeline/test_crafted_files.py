@@ -26,17 +26,11 @@ from data_module.translation_data_module import TranslationDataModule
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 from pipeline.__main__ import main
-from pipeline.checkpointing.checkpoint import (
-    load_model,
-    metadata,
-    read_checkpoint,
-    read_to_resume,
-    stored_tokenizer,
-)
+from pipeline.checkpointing.checkpoint import load_model, metadata, read_checkpoint
+from pipeline.checkpointing.resume_point import read_resume_point
 from pipeline.config.recipe import load_recipe, recipe_from_dict
 from pipeline.export.bundle import _settings_of
 from pipeline.training.marian_import import load_marian
-from pipeline.training.start import check_tensors
 from tests.conftest import refusal, tiny_recipe
 
 SPACE = 4 << 30
@@ -112,12 +106,14 @@ CHECKPOINTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "a recipe in part": (put(TRANSLATION, "recipe", "corpus", value={}), "corpus.folder is missing"),
     "no text source": (put(TRANSLATION, "recipe", "corpus", "train", value=[3]), "corpus.train must be a mapping"),
     "a beam of text": (put(TRANSLATION, "recipe", "decoding", "beam_size", value="wide"), "decoding.beam_size must be"),
-    "a tokenizer that is text": (put(TRANSLATION, "tokenizer", value="text"), "translation.tokenizer is no row of"),
+    "a tokenizer that is text": (
+        put(TRANSLATION, "tokenizer", value="text"),
+        "translation.tokenizer is missing or wrong",
+    ),
     "a tokenizer of noise": (put(TRANSLATION, "tokenizer", value=torch.ones(9, dtype=torch.uint8)), "not a tokenizer"),
-    "weights that are a list": (put("state_dict", value=[1]), "state_dict has something else than named tensors"),
-    "a weight that is text": (put(*WEIGHT, value="text"), "state_dict has something else than named tensors"),
-    "a weight without a name": (put("state_dict", 5, value=torch.ones(1)), "state_dict has something else"),
-    "a step that is text": (put("global_step", value="9"), "global_step is no number of steps"),
+    "weights that are a list": (put("state_dict", value=[1]), "state_dict is missing or wrong"),
+    "a weight that is text": (put(*WEIGHT, value="text"), "state_dict.network.embedding.weight is missing or wrong"),
+    "a step that is text": (put("global_step", value="9"), "global_step is missing or wrong"),
 }
 
 
@@ -130,18 +126,12 @@ def whole(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     weights = Transformer(tokenizer.vocabulary_size, recipe.network).state_dict()
     contents = {
         "state_dict": {f"network.{name}": tensor for name, tensor in weights.items()},
-        "translation": metadata(recipe.as_dict(), recipe.network, tokenizer),
+        "translation": metadata(recipe, tokenizer),
         "global_step": 3,
     }
     torch.save(contents, folder / "whole.ckpt")
-    use(folder / "whole.ckpt")
+    load_model(folder / "whole.ckpt")
     return folder / "whole.ckpt"
-
-
-def use(path: Path) -> None:
-    """Read what commands read of a checkpoint."""
-    load_model(path)
-    read_checkpoint(path)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -153,7 +143,7 @@ def test_a_crafted_checkpoint(whole: Path, tmp_path: Path, name: str) -> None:
     torch.save(contents, crafted)
     assert crafted.stat().st_size < 1e6
     with limited_memory(), pytest.raises(InputError) as error:
-        use(crafted)
+        load_model(crafted)
     line = str(error.value)
     assert line.startswith(f"{crafted}: ")
     assert words in line
@@ -193,14 +183,13 @@ def test_a_crafted_checkpoint_to_resume_from(trained_run: Path, tmp_path: Path, 
     damage, words = RESUMED[name]
     whole = trained_run / "checkpoints" / "step=00000240.ckpt"
     recipe = load_recipe([trained_run / "config.yaml"])
-    size = stored_tokenizer(whole, read_to_resume(whole)).vocabulary_size
-    check_tensors(recipe, whole, read_to_resume(whole), size)
+    assert read_resume_point(whole, recipe).step == 240
     contents = torch.load(whole, weights_only=True)
     damage(contents)
     crafted = tmp_path / whole.name
     torch.save(contents, crafted)
     with pytest.raises(InputError) as error:
-        check_tensors(recipe, crafted, read_to_resume(crafted), size)
+        read_resume_point(crafted, recipe)
     line = str(error.value)
     assert line.startswith(f"{crafted}: cannot be resumed from (")
     assert words in line
@@ -240,9 +229,9 @@ def test_settings_of_other_versions_are_completed_or_left_out(whole: Path, tmp_p
     del contents["translation"]["network"]["self_attention"], contents["translation"]["recipe"]["run"]["kernels"]
     contents["translation"]["recipe"]["run"]["of_another_version"] = True
     torch.save(contents, tmp_path / "older.ckpt")
-    read = read_checkpoint(tmp_path / "older.ckpt")["translation"]
-    assert read["network"]["self_attention"] == NetworkSettings.self_attention
-    assert read["recipe"] == read_checkpoint(whole)["translation"]["recipe"]
+    read = read_checkpoint(tmp_path / "older.ckpt").recipe
+    assert read.network.self_attention == NetworkSettings.self_attention
+    assert read == read_checkpoint(whole).recipe
 
 
 MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {

@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 
 from data_module.errors import InputError
-from pipeline.commands import doctor
-from pipeline.commands.doctor import agree_on_context
-from pipeline.config.recipe import load_recipe
+from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.runtime.devices import ONE_GPU_NOTE, gpus_mistake, mixed_processors_mistake, processors_note
 from pipeline.runtime.launch import RANKS_MISSING, JobStep, node_name
-from pipeline.training import rank_checks
-from pipeline.training.checks import CheckContext, CheckResult, check_machine, check_trainer
+from pipeline.training import doctor, rank_checks
+from pipeline.training.checks import check_machine, check_trainer
+from pipeline.training.doctor import Question, agree_on_recipe
 from pipeline.training.rank_checks import RankGroup, UnresponsiveRanksError, check_ranks
+from pipeline.training.recipe_checks import CheckResult, Report
 from pipeline.training.trainer import make_trainer, trainer_options
 from tests.conftest import ROOT
 
@@ -205,7 +205,7 @@ def test_a_task_that_sees_one_gpu_trains_on_it(local_rank: int, one_gpu: pytest.
     assert [result.message for result in results if not result.ok and "torch" not in result.message] == []
     assert [result.message for result in results if result.is_warning] == [ONE_GPU_NOTE]
     one_gpu.setattr("pipeline.runtime.backend.missing_compiler", lambda _: "has no compiler")
-    list(check_trainer(replace(demo_context([]), job=step)))
+    check_trainer(demo_recipe([]), step, Report())
 
     options = trainer_options({"max_steps": 1}, step, 60)
     trainer = make_trainer(options, step, logger=False)
@@ -240,12 +240,12 @@ def test_each_rank_reports_its_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     """And its errors; what is in order, the first one reports."""
     machine = [CheckResult(True, "fine"), CheckResult(True, "slow", is_warning=True), CheckResult(False, "wrong")]
     monkeypatch.setattr(doctor, "check_machine", lambda _: machine)
-    monkeypatch.setattr(rank_checks, "check_ranks", lambda *_: [])
+    monkeypatch.setattr(doctor, "check_ranks", lambda *_: [])
     found = []
     for rank in (0, 1):
         job: Any = SimpleNamespace(rank=rank)
         ranks: Any = SimpleNamespace(job=job, location=f"rank {rank}", all_gather=lambda value: [value])
-        results = doctor._results_of(ranks, lambda _: (None, CheckResult(True, "no recipe")))
+        results = doctor._results_of(ranks, Question([], [], False, None))
         found.append([one.message for one in results if one.where == f"rank {rank}"])
     assert found == [["fine", "slow", "wrong"], ["slow", "wrong"]]
 
@@ -262,25 +262,25 @@ def test_a_part_of_a_nodes_gpus_is_refused_by_fit(one_gpu: pytest.MonkeyPatch) -
     step = JobStep(**{**vars(STEP), "num_tasks": 8, "num_nodes": 1, "tasks_per_node": 8})
     one_gpu.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(InputError, match=r"^torch sees 2 of the 4 GPUs of this node, which has 8 tasks; ask for a GPU"):
-        list(check_trainer(replace(demo_context([]), job=step)))
+        check_trainer(demo_recipe([]), step, Report())
 
 
-def demo_context(options: list[str]) -> CheckContext:
-    return CheckContext(load_recipe([ROOT / "configs" / "demo.yaml"], options), STEP, reset=False, init_from=None)
+def demo_recipe(options: list[str]) -> Recipe:
+    return load_recipe([ROOT / "configs" / "demo.yaml"], options)
 
 
 @pytest.mark.parametrize("fails_on", [{1}, {0, 1}, set()])
 def test_a_recipe_that_a_rank_cannot_load_is_checked_by_none(tmp_path: Path, fails_on: set[int]) -> None:
     """Otherwise the ranks would wait for one another in different checks."""
     ranks = [RankGroup(JobStep(**{**vars(STEP), "rank": number})) for number in (0, 1)]
-    results: dict[int, tuple[CheckContext | None, list[CheckResult]]] = {}
+    results: dict[int, tuple[Recipe | None, list[CheckResult]]] = {}
 
     def agree(number: int) -> None:
         ranks[number].location = f"rank {number}"
         ranks[number].store = dist.FileStore(str(tmp_path / "store"), 2)
         failed = number in fails_on
         loaded = CheckResult(False, "no such file") if failed else CheckResult(True, "recipe demo")
-        results[number] = agree_on_context(ranks[number], None if failed else demo_context([]), loaded)
+        results[number] = agree_on_recipe(ranks[number], None if failed else demo_recipe([]), loaded)
 
     threads = [threading.Thread(target=agree, args=(number,)) for number in (0, 1)]
     for thread in threads:
@@ -307,14 +307,14 @@ def test_a_rank_with_another_recipe_says_what_differs(tmp_path: Path) -> None:
         ranks = RankGroup(JobStep(**{**vars(STEP), "rank": number}))
         ranks.location = f"rank {number}"
         ranks.store = dist.FileStore(str(tmp_path / "store"), 2)
-        results[number] = agree_on_context(ranks, demo_context(options[number]), CheckResult(True, "recipe demo"))[1]
+        results[number] = agree_on_recipe(ranks, demo_recipe(options[number]), CheckResult(True, "recipe demo"))[1]
 
     threads = [threading.Thread(target=agree, args=(number,)) for number in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    first = demo_context([]).recipe.training.warmup_steps
+    first = demo_recipe([]).training.warmup_steps
     different = f"another recipe than rank 0's: training.warmup_steps 7, not {first}; give all ranks the same"
     assert [[one[:3] for one in results[number]] for number in (0, 1)] == [
         [(True, "recipe demo", "")],

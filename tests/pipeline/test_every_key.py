@@ -29,9 +29,9 @@ from pipeline.config.settings import TRAINER_KEYS
 from pipeline.inference.options import SearchOptions
 from pipeline.inference.translator import load_translator
 from pipeline.runtime.devices import best_precision
-from pipeline.training.fit import train
 from pipeline.training.graceful_stop import MARGIN_SECONDS
 from pipeline.training.start import Start
+from pipeline.training.train import train
 from pipeline.training.trainer import ConnectedDDP
 from tests.conftest import sentences
 

@@ -7,19 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.profilers import SimpleProfiler
 
 from data_module.errors import InputError
-from pipeline.commands.doctor import load_context
 from pipeline.compat.lightning import SingleStreamDDP, precision_plugin
 from pipeline.config.settings import max_seconds
 from pipeline.runtime.console import lightning_noise_restored, quiet_lightning
 from pipeline.runtime.devices import allow_tf32, best_precision
 from pipeline.runtime.launch import JobStep
-from pipeline.training.checks import check_machine, check_recipe
-from pipeline.training.fit import fit
+from pipeline.training.checks import check_machine
 from pipeline.training.trainer import strategy, trainer_options
 from tests.conftest import ROOT, pipeline
 
@@ -116,42 +113,3 @@ def test_lightning_is_quiet_on_gpus(monkeypatch: pytest.MonkeyPatch, caplog: pyt
             pass
         profiler.describe()
     assert ["a step" in record.getMessage() for record in caplog.records] == [True]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("devices: -1", "trainer.devices -1: cannot be used on a CPU; give a number of processes"),
-        ("devices: [0]", "trainer.devices [0]: cannot be used on a CPU"),
-        ("devices: 0", "trainer.devices 0: cannot be used on a CPU"),
-        ("num_nodes: 0", "trainer.num_nodes 0: `num_nodes` must be a positive integer"),
-        ("num_nodes: 2", "trainer.num_nodes 2: nothing starts ranks on other nodes here; use srun"),
-        ("accelerator: tpu", "trainer.accelerator must be one of 'auto', 'cpu', 'gpu', 'cuda', not 'tpu'"),
-        ("precision: 16-true", "trainer.precision must be one of 'bf16-mixed', '16-mixed', '32-true', '64-true', 32"),
-        ("max_steps: -1", "trainer.max_steps -1 is not a number of steps; give 1 or more"),
-        ("val_check_interval: 0.5", "trainer.val_check_interval must be a whole number, not 0.5"),
-        ("val_check_interval: 0", "trainer.val_check_interval 0 is not a number of steps; give 1 or more"),
-        ("max_time: 45", "trainer.max_time 45 is not a duration; give days:hours:minutes:seconds"),
-    ],
-)
-def test_what_lightning_would_refuse_late(recipe_file: Path, tmp_path: Path, line: str, message: str) -> None:
-    """`fit` and `doctor` say it with file and line, before the corpus is prepared."""
-    recipe = yaml.safe_load(recipe_file.read_text())
-    recipe["trainer"].pop(line.partition(":")[0], None)
-    recipe["corpus"]["folder"], recipe["run"]["folder"] = str(tmp_path / "corpus"), str(tmp_path / "run")
-    text = yaml.safe_dump({key: recipe[key] for key in sorted(recipe, key="trainer".__eq__)}, sort_keys=False)
-    recipe_file.write_text(f"{text}  {line}\n")
-    with pytest.raises(InputError) as refusal:
-        fit([recipe_file], [], False, None)
-    assert str(refusal.value).startswith(f"{recipe_file}:{text.count(chr(10)) + 1}: {message}")
-    context, loaded = load_context([recipe_file], [], False, None, None)
-    results = [loaded, *(check_recipe(context) if context is not None else ())]
-    assert [one.message for one in results if not one.ok] == [str(refusal.value)]
-    assert not (tmp_path / "corpus").exists()
-
-
-def test_what_this_machine_cannot_do_is_refused_early(recipe_file: Path, tmp_path: Path) -> None:
-    overrides = ["--run.kernels", "triton", "--corpus.folder", str(tmp_path / "corpus")]
-    with pytest.raises(InputError, match=r"^command line: run\.kernels triton: .*: they need a GPU; set it to null"):
-        fit([recipe_file], [*overrides, "--run.folder", str(tmp_path / "run")], False, None)
-    assert not (tmp_path / "corpus").exists()

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.checkpointing import checkpoint_io
 from pipeline.checkpointing.callback import CheckpointCallback
-from pipeline.checkpointing.checkpoint import read_checkpoint, write_atomic
+from pipeline.checkpointing.checkpoint import write_atomic
 from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
 from pipeline.checkpointing.run_folder import step_checkpoints, step_of
 from pipeline.compat.lightning import disable_signal_handling
@@ -36,7 +36,6 @@ from pipeline.training.graceful_stop import (
     FailureReport,
     GracefulStop,
     StopConsensus,
-    validation_is_pending,
 )
 from tests.conftest import ALONE, ROOT
 
@@ -187,6 +186,10 @@ def results(folder: Path, function: RankFunction, *arguments: tuple[Any, ...]) -
     return [(folder / f"rank-{rank}").read_text() for rank in range(len(arguments))]
 
 
+def validation_is_pending(checkpoint: Path) -> bool:
+    return torch.load(checkpoint, weights_only=True)["callbacks"]["GracefulStop"]["validation_pending"]
+
+
 def train_on_ranks(
     folder: Path,
     corpus: Path,
@@ -239,17 +242,17 @@ def test_both_stop_after_the_same_step(tiny_corpus: Path, tmp_path: Path, failur
     [fourth] = step_checkpoints(tmp_path)
     assert step_of(fourth) == 4
     # The validation of that step is pending. After a signal in it, both ranks stop in it, and it is repeated in full.
-    assert validation_is_pending(read_checkpoint(fourth))
+    assert validation_is_pending(fourth)
     event = Event(4, in_validation=True)
     assert train_on_ranks(tmp_path, tiny_corpus, event, None, max_seconds=600.0) == [stopped] * 2
     assert step_checkpoints(tmp_path) == [fourth]
-    assert validation_is_pending(read_checkpoint(fourth))
+    assert validation_is_pending(fourth)
     # In the last step, a signal has no effect.
     contents = fourth.read_bytes()
     ends = train_on_ranks(tmp_path, tiny_corpus, None, Event(5), max_steps=6)
     assert ends == ["ended at step 6, validated {4: 6}"] * 2
     [sixth] = step_checkpoints(tmp_path)  # the checkpoint of the stop was removed
-    assert not validation_is_pending(read_checkpoint(sixth))
+    assert not validation_is_pending(sixth)
     # If one rank missed the newest checkpoint, none resumes.
     fourth.write_bytes(contents)
     message = "rank 0 on node-0 resumed from step 6, rank 1 on node-1 from 4: another job was still writing"
@@ -262,7 +265,7 @@ def test_both_stop_in_the_first_validation(tiny_corpus: Path, tmp_path: Path) ->
     for end in train_on_ranks(tmp_path, tiny_corpus, None, Event(4, in_validation=True)):
         assert end.startswith("asked to stop: saved after step 4; ")
     [fourth] = step_checkpoints(tmp_path)
-    assert validation_is_pending(read_checkpoint(fourth))
+    assert validation_is_pending(fourth)
 
 
 def test_both_stop_before_the_first_step(tiny_corpus: Path, tmp_path: Path, failures: Path) -> None:
@@ -279,7 +282,7 @@ def test_both_stop_at_max_time(tiny_corpus: Path, tmp_path: Path) -> None:
     assert ends[0].startswith("trainer.max_time has passed: saved after step 2; ")
     assert ends[1].startswith("asked to stop: saved after step 2; ")
     [second] = step_checkpoints(tmp_path)
-    assert not validation_is_pending(read_checkpoint(second))
+    assert not validation_is_pending(second)
 
 
 def test_the_rank_that_failed_is_named_by_both(tiny_corpus: Path, tmp_path: Path) -> None:

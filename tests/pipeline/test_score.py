@@ -58,7 +58,7 @@ def reverse(trained: TrainedModel, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def with_languages(trained: TrainedModel, path: Path, source: str, target: str) -> Path:
-    contents = dict(read_checkpoint(trained.path))
+    contents = dict(read_checkpoint(trained.path).contents)
     corpus = {**trained.recipe["corpus"], "source_language": source, "target_language": target}
     contents["translation"] = {**contents["translation"], "recipe": {**trained.recipe, "corpus": corpus}}
     write_atomic(contents, path)

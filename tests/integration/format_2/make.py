@@ -87,7 +87,7 @@ def uses() -> dict[str, Any]:
 def state_after_resuming() -> dict[str, Any]:
     """Return the curves of the resumed run, and the sum of Adam's second moments in its last checkpoint."""
     curves = [line for line in read_metrics(Path("run")) if line["step"] > LAST_STEP]
-    [optimizer] = read_checkpoint(step_path(Path("run"), LAST_STEP + 4))["optimizer_states"]
+    [optimizer] = read_checkpoint(step_path(Path("run"), LAST_STEP + 4)).contents["optimizer_states"]
     return {
         "loss": [line["train/loss"] for line in curves if "train/loss" in line],
         "learning_rate": [line["train/learning_rate"] for line in curves if "train/loss" in line],

@@ -1,0 +1,202 @@
+"""The checks of `doctor`: those of `fit`, each whatever the others find, and those that take long or need all ranks."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_module.corpus.builder import check_vocabulary_size
+from data_module.corpus.checks import TextChecker, given_tokenizer, size_warnings, source_warnings
+from data_module.corpus.manifest import TOKENIZER_NAME, is_corpus
+from data_module.errors import InputError, printable
+from data_module.tokenization.tokenizer import Tokenizer
+from pipeline.checkpointing.run_folder import is_in_use, settings_of_ranks
+from pipeline.config.recipe import Recipe, load_recipe
+from pipeline.config.settings import validate_trainer_keys
+from pipeline.inference.pieces import piece_report
+from pipeline.runtime.console import RendezvousError, UnusableAddressError
+from pipeline.runtime.launch import RANKS_MISSING, JobStep
+from pipeline.runtime.rank_messages import plain
+from pipeline.runtime.rendezvous import Rendezvous, differences
+from pipeline.training.checks import check_backend, check_disk_space, check_machine, check_start
+from pipeline.training.rank_checks import RankGroup, check_ranks
+from pipeline.training.recipe_checks import CheckResult, Report, check_recipe
+from pipeline.training.start import Plan, plan_start
+
+
+@dataclass(frozen=True)
+class Question:
+    """What `doctor` is asked about: the arguments of a `fit`."""
+
+    configs: list[Path]
+    overrides: list[str]
+    fresh: bool
+    init_from: Path | None
+
+
+class Findings(Report):
+    """Collects what checks find."""
+
+    def __init__(self, recipe: Recipe, reads_texts: bool) -> None:
+        self.reads_texts = reads_texts
+        self.results: list[CheckResult] = []
+        self._recipe = recipe
+
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """Take the mistake that ends the checks inside; others go on."""
+        try:
+            with self._recipe.naming_places():
+                yield
+        except InputError as error:
+            self.add(CheckResult(False, str(error)))
+
+    def add(self, result: CheckResult) -> None:
+        """Take what a check found, once."""
+        if result not in self.results:
+            self.results.append(result)
+
+
+def run_checks(asked: Question, job: JobStep | None) -> int:
+    """Run all checks of what `fit` would do, print the results and return the exit code."""
+    if job is not None and job.num_tasks > 1:
+        return _run_on_all_ranks(asked, job)
+    recipe, loaded = load(asked)
+    return print_results([*check_machine(job), loaded, *(check_fit(recipe, job, asked) if recipe else ())])
+
+
+def load(asked: Question) -> tuple[Recipe | None, CheckResult]:
+    """Return the recipe, None without a valid one, and the result of loading it."""
+    if not asked.configs:
+        if asked.overrides:
+            hint = "give one with --config FILE"
+            return None, CheckResult(False, f"argument '{asked.overrides[0]}' is unknown without a recipe; {hint}")
+        return None, CheckResult(True, "no recipe to check; give one with --config FILE")
+    try:
+        recipe = load_recipe(asked.configs, asked.overrides)
+        with recipe.naming_places():
+            validate_trainer_keys(recipe.trainer)
+    except InputError as error:
+        return None, CheckResult(False, str(error))
+    return recipe, CheckResult(True, f"recipe {recipe.name}")
+
+
+def check_fit(recipe: Recipe, job: JobStep | None, asked: Question) -> list[CheckResult]:
+    """Return the results of all checks of what `fit` would do with a recipe on this rank."""
+    is_alone = job is None or job.num_tasks == 1  # Other ranks would wait too long.
+    findings = Findings(recipe, reads_texts=is_alone)
+    plan = None
+    texts = check_recipe(recipe, job, asked.fresh, findings)
+    with findings.part():
+        if not is_in_use(recipe.run_folder()):  # Checkpoints may be removed while they are read.
+            plan = plan_start(recipe, job, asked.fresh, asked.init_from)
+    check_start(plan or Plan(recipe, job, asked.fresh), findings)
+    if texts is not None and plan is not None:
+        with findings.part():
+            check_texts(plan, texts, findings)
+    if is_alone:
+        with findings.part():
+            check_backend(recipe, job, findings)
+    with findings.part():
+        check_disk_space(recipe, findings)
+    return findings.results
+
+
+def check_texts(plan: Plan, texts: TextChecker, report: Report) -> None:
+    """Name likely mistakes in the texts, and show what a model reads of them."""
+    settings = plan.recipe.corpus
+    for line in source_warnings(settings, texts):
+        report.note(line)
+    tokenizer, is_prepared = plan.tokenizer, is_corpus(plan.recipe.corpus_folder())
+    if is_prepared:
+        tokenizer = Tokenizer.load(plan.recipe.corpus_folder() / TOKENIZER_NAME).also_seen(tokenizer)
+    elif (tokenizer := given_tokenizer(settings, tokenizer)) is not None:
+        tokenizer = Tokenizer(tokenizer.model)  # What this text adds to the pieces that it has seen is not known.
+    # Otherwise the vocabulary, and what the network has learned, come from another run or an earlier start of this one.
+    if plan.tokenizer is None:
+        if tokenizer is None:
+            tokenizer = check_vocabulary_size(settings, texts)
+        for line in size_warnings(settings, texts):
+            report.note(line)
+    if tokenizer is not None:
+        for line, is_note in piece_report(settings, tokenizer):
+            report.add(CheckResult(True, line, is_warning=is_note))
+
+
+def _run_on_all_ranks(asked: Question, job: JobStep) -> int:
+    """Run the checks on this rank; rank 0 prints the results of all ranks."""
+    try:
+        ranks = RankGroup(job)
+        ranks.connect(Rendezvous.of_job(job))
+        gathered = ranks.all_gather(_results_of(ranks, asked))
+        results = [CheckResult(*result) for theirs in gathered for result in theirs]
+        code = print_results(results) if job.rank == 0 else exit_code(results)
+        ranks.leave()
+    except (InputError, UnusableAddressError) as error:
+        return print_results([CheckResult(False, str(error), job.location)])
+    except RendezvousError as error:
+        print_results([CheckResult(False, str(error), job.location)])
+        return RANKS_MISSING
+    recipe, _ = load(asked)
+    if job.rank == 0 and code == 0 and recipe is not None:
+        # Programs may have to be compiled first, and no rank waits any more.
+        findings = Findings(recipe, reads_texts=False)
+        with findings.part():
+            check_backend(recipe, job, findings)
+        return print_results(findings.results)
+    return code
+
+
+def _results_of(ranks: RankGroup, asked: Question) -> list[CheckResult]:
+    """Return what this rank has to report: of checks whose results all ranks share, rank 0 reports them."""
+    is_first = ranks.job.rank == 0
+    machine = [one for one in check_machine(ranks.job) if is_first or one.is_warning or not one.ok]
+    recipe, results = agree_on_recipe(ranks, *load(asked))
+    if is_first and recipe is not None:
+        results += check_fit(recipe, ranks.job, asked)
+    results += check_ranks(ranks, recipe)
+    return [*(result._replace(where=ranks.location) for result in machine), *results]
+
+
+def agree_on_recipe(
+    ranks: RankGroup, recipe: Recipe | None, loaded: CheckResult
+) -> tuple[Recipe | None, list[CheckResult]]:
+    """Return the recipe if every rank has loaded it, and the results that this rank has to report.
+
+    Ranks that run the checks of a recipe wait for one another, so either all of them run these checks or none.
+    """
+    own = settings_of_ranks(recipe) if recipe is not None else {}
+    own = json.loads(json.dumps(own))  # as another rank sees it
+    digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
+    everyones = ranks.all_gather([loaded.ok, digest, own if ranks.job.rank == 0 else None])
+    results = []
+    if ranks.job.rank == 0:
+        results = [loaded]
+    elif everyones[0][0] and not loaded.ok:
+        results = [loaded._replace(where=ranks.location)]
+    elif loaded.ok and digest != everyones[0][1]:
+        different = f"another recipe than rank 0's: {differences(plain(own), everyones[0][2])}; give all ranks the same"
+        results = [CheckResult(False, different, ranks.location)]
+    return (recipe if all(is_loaded for is_loaded, *_ in everyones) else None), results
+
+
+def print_results(results: list[CheckResult]) -> int:
+    """Print a line per result and return the exit code: 0, or 1 if a check failed.
+
+    Results that several ranks have in common are printed once, with all their nodes and ranks.
+    """
+    places: dict[tuple[str, str], list[str]] = {}
+    for result in results:
+        label = "WRONG" if not result.ok else "note " if result.is_warning else "ok   "
+        places.setdefault((label, result.message), []).append(result.where)
+    for (label, message), where in places.items():
+        ranks = "; ".join(dict.fromkeys(filter(None, where)))
+        print(printable(f"{label} {message}" + (f" [{ranks}]" if ranks else "")), flush=True)
+    return exit_code(results)
+
+
+def exit_code(results: list[CheckResult]) -> int:
+    """Return 0, or 1 if a check failed."""
+    return int(not all(result.ok for result in results))

@@ -1,0 +1,149 @@
+"""Checks of a recipe that need no torch, which takes seconds to import: `fit` refuses these mistakes at once.
+
+`doctor` runs the same checks, goes on after a mistake, and reads the texts as well.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+from data_module.corpus.checks import TextChecker, check_folder, check_settings, given_tokenizer
+from data_module.corpus.pairs import all_available, open_reader
+from data_module.corpus.preparation import existing_corpus
+from data_module.errors import InputError
+from data_module.settings import CorpusSettings, TextSource
+from model.settings import DECAY_TO_LAST_STEP
+from pipeline.checkpointing.run_folder import (
+    check_same_run,
+    check_writable,
+    in_use_error,
+    is_in_use,
+    latest_valid,
+    should_reset,
+)
+from pipeline.config.recipe import Recipe
+from pipeline.runtime.console import say
+from pipeline.runtime.launch import JobStep
+
+
+class CheckResult(NamedTuple):
+    """What one check found."""
+
+    ok: bool
+    message: str
+    """What was checked if `ok`; otherwise what is wrong and what to do."""
+    where: str = ""
+    """Node and rank, if the result holds for that rank only."""
+    is_warning: bool = False
+    """Whether the message names a likely mistake, which does not fail the check."""
+
+
+class Report:
+    """What `fit` does with what checks find: it raises the first mistake and prints what is only likely to be one."""
+
+    reads_texts = False
+    """Whether texts are read as well."""
+
+    def part(self) -> AbstractContextManager[object]:
+        """Return a context for checks after which others can go on."""
+        return nullcontext()
+
+    def add(self, result: CheckResult) -> None:
+        """Take what a check found; raise InputError for a mistake."""
+        if not result.ok:
+            raise InputError(result.message)
+        if result.is_warning:
+            say(result.message)
+
+    def ok(self, message: str) -> None:
+        """Take what is in order."""
+        self.add(CheckResult(True, message))
+
+    def note(self, message: str) -> None:
+        """Take a likely mistake."""
+        self.add(CheckResult(True, message, is_warning=True))
+
+
+def check_recipe(recipe: Recipe, job: JobStep | None, fresh: bool, report: Report) -> TextChecker | None:
+    """Check settings, the run folder and the corpus or its texts.
+
+    Args:
+        recipe: the recipe.
+        job: the SLURM job step of this process; None outside a job.
+        fresh: whether the run in the run folder shall be removed.
+        report: takes what is found.
+
+    Returns:
+        What was found in the texts, if all of them were read.
+    """
+    run = recipe.run_folder()
+    with report.part():
+        check_training(recipe)
+    with report.part():
+        reset = should_reset(fresh, run, job)
+        check_writable(run, fresh=reset)
+        in_use = is_in_use(run)
+        if in_use and job is None:  # A requeued job waits for its predecessor to end.
+            raise in_use_error(run)
+        report.ok(f"run folder {run}")
+        if not reset and not in_use and latest_valid(run)[0] is not None:
+            check_same_run(run, recipe)
+    with report.part():
+        return check_corpus(recipe.corpus, report)
+    return None
+
+
+def check_training(recipe: Recipe) -> None:
+    """Raise InputError for settings of training and monitoring that do not fit others."""
+    network, training, max_steps = recipe.network, recipe.training, recipe.trainer["max_steps"]
+    if training.r_drop_alpha and not (network.dropout or network.attention_dropout or network.activation_dropout):
+        raise InputError(
+            f"training.r_drop_alpha {training.r_drop_alpha} compares passes with other dropout, and there is none; "
+            "give network.dropout, or remove the former"
+        )
+    if training.schedule in DECAY_TO_LAST_STEP and training.warmup_steps >= max_steps:
+        raise InputError(
+            f"training.warmup_steps {training.warmup_steps} leaves no step to training.schedule {training.schedule}, "
+            f"which ends at trainer.max_steps {max_steps}; lower the former"
+        )
+    plots, depth = recipe.monitoring, max(network.encoder_layers, network.decoder_layers)
+    for name, indices, count in (
+        ("attention_layers", plots.attention_layers, depth),
+        ("attention_heads", plots.attention_heads, network.num_heads),
+    ):
+        if indices and max(indices) >= count:
+            raise InputError(f"monitoring.{name}: {max(indices)} does not exist; give numbers up to {count - 1}")
+
+
+def check_corpus(settings: CorpusSettings, report: Report) -> TextChecker | None:
+    """Check the prepared corpus, or, before it is prepared, its settings, its folder and that its texts are there.
+
+    Returns what was found in the texts if the report asks for them to be read, prepared or not, and all could be.
+    """
+    check_settings(settings)
+    if existing_corpus(settings, compare_texts=report.reads_texts) is not None:
+        report.ok(f"corpus {settings.folder} is prepared")
+        if not report.reads_texts or not all_available(settings):
+            return None
+    else:
+        check_folder(settings)
+        given_tokenizer(settings)
+    checker = TextChecker(settings)
+    were_read = [check_text(checker, split, text, report) for split, text in checker.sources()]
+    return checker if all(were_read) else None
+
+
+def check_text(checker: TextChecker, split: str, text: TextSource, report: Report) -> bool:
+    """Check that a text source is there, and read it if the report asks for it and that needs no network.
+
+    Returns whether the source was read.
+    """
+    with report.part():
+        reader = open_reader(text, checker.settings)
+        results = list(reader.check())
+        if report.reads_texts and all(ok for ok, _ in results) and reader.is_available():
+            source = checker.check(split, text)
+            report.ok(f"text {source.name}: {source.num_pairs:,} pairs")
+            return True
+        for ok, message in results:
+            report.add(CheckResult(ok, message))
+    return False

@@ -1,0 +1,134 @@
+"""`fit` after its first checks: plan, corpus, backend, module, data, callbacks, Trainer, training."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+
+from data_module.corpus.manifest import TOKENIZER_NAME, summary
+from data_module.corpus.preparation import existing_corpus, in_use, prepare
+from data_module.errors import SCRIPTS
+from data_module.settings import CorpusSettings
+from data_module.tokenization.tokenizer import Tokenizer
+from pipeline.checkpointing.run_folder import RunFolder, count_start
+from pipeline.inference.pieces import piece_report
+from pipeline.runtime import signals
+from pipeline.runtime.backend import choose_backend
+from pipeline.runtime.compiled_code import start_compiler
+from pipeline.runtime.console import say
+from pipeline.runtime.devices import allow_tf32
+from pipeline.runtime.launch import process_rank
+from pipeline.training.build import build_callbacks, build_data, build_module, build_trainer
+from pipeline.training.checks import check_start
+from pipeline.training.recipe_checks import Report
+from pipeline.training.start import Plan, Start, check_vocabulary, finished_reason
+from pipeline.training.trainer import trainer_options
+
+
+def follow(plan: Plan, folder: RunFolder | None, further_callbacks: Sequence[Callback] = ()) -> None:
+    """Do what a plan says: prepare the corpus if it is not there, then train, unless nothing is left to train.
+
+    Args:
+        plan: what `plan_start` returned.
+        folder: the locked run folder on rank 0, None on other ranks.
+        further_callbacks: see `train`.
+    """
+    if folder is not None:  # One rank checks, so that a mistake is said once; its exit code ends the others of a job.
+        check_start(plan, Report())
+    start = open_corpus(plan, folder)
+    with ExitStack() as stack:
+        if folder is not None:
+            stack.enter_context(in_use(plan.recipe.corpus_folder()))
+        if plan.job is not None and folder is not None:
+            stack.enter_context(count_start(folder.path, plan.job, plan.resume.path if plan.resume else None))
+        if not has_finished(start):
+            train(start, further_callbacks)
+            run = plan.recipe.run_folder()
+            say(f"the run is in {run}; view it with: {SCRIPTS}tensorboard --logdir {run}")
+
+
+def open_corpus(plan: Plan, folder: RunFolder | None) -> Start:
+    """Return the start of a plan on its corpus, which is prepared if it is not there."""
+    manifest = ensure_corpus(plan.recipe.corpus, plan.tokenizer)
+    tokenizer = Tokenizer.load(plan.recipe.corpus_folder() / TOKENIZER_NAME)
+    if plan.tokenizer is not None:
+        # Another process may have prepared it since the plan was made.
+        check_vocabulary(plan.recipe, plan.tokenizer, "what this run continues")
+    tokenizer = plan.resume.tokenizer if plan.resume else tokenizer.also_seen(plan.tokenizer)
+    return Start(plan.recipe, plan.job, folder, plan.reset, plan.resume, plan.initial, tokenizer, manifest)
+
+
+def ensure_corpus(settings: CorpusSettings, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
+    """Prepare the corpus unless it is there, check it against the settings, and return its manifest.
+
+    Of several ranks one prepares the corpus and the others wait. Only rank 0 reads the texts again to see that they are
+    unchanged, where they are available.
+
+    While a corpus is being prepared, a stop signal ends every rank at once. Otherwise no rank ends by itself, because
+    the others would wait for it: they agree on stopping when training starts.
+
+    Args:
+        settings: the recipe's `corpus:` section.
+        tokenizer: takes the place of one learned from the text.
+
+    Raises InputError as `prepare` does.
+    """
+    # One rank reads all texts to compare their hashes.
+    manifest = existing_corpus(settings, compare_texts=process_rank() == 0)
+    if manifest is not None:
+        say(f"{settings.folder} is up to date")
+        return manifest
+    with signals.default_signals():
+        manifest = prepare(settings, tokenizer)
+        learned = Tokenizer.load(Path(settings.folder) / TOKENIZER_NAME).also_seen(tokenizer)
+        for line, _ in piece_report(settings, learned):
+            say(line)
+    say(summary(manifest))
+    return manifest
+
+
+def has_finished(start: Start) -> bool:
+    """Return whether nothing is left to train; say so, or from where training starts."""
+    if start.resume is not None:
+        if reason := finished_reason(start.recipe, start.recipe.run_folder(), start.resume.step):
+            say(f"{start.recipe.run_folder()}: {reason}, or use --fresh")
+            return True
+        say(f"resuming from {start.resume.path}")
+    elif start.initial is not None:
+        say(f"starting from the weights and the tokenizer of {start.initial.path}")
+    return False
+
+
+def train(start: Start, further_callbacks: Sequence[Callback] = ()) -> None:
+    """Train until `trainer.max_steps`, early stopping, or a request to stop.
+
+    Nothing in the run folder changes before everything that can be wrong has been checked, memory included.
+
+    Args:
+        start: the run.
+        further_callbacks: called after those of `build_callbacks`. They do not see the step after which the run stops,
+            because `GracefulStop` raises before them.
+    """
+    recipe = start.recipe
+    options = trainer_options(recipe.trainer, start.job, recipe.run.timeout_seconds)
+    allow_tf32(options)
+    run = recipe.run
+    backend = choose_backend(run.kernels, run.compile, options, recipe.network)
+    for line in (*backend.notes, backend.line()):
+        say(line)
+    module = build_module(recipe, start.tokenizer, backend)
+    if start.initial is not None:
+        module.network.load_state_dict(start.initial.weights)
+    if backend.compiled and torch.cuda.is_available():
+        start_compiler()
+    data = build_data(recipe, start.tokenizer, backend)
+    if text_sources := data.validation_sources():
+        module.report_sources(text_sources.names, torch.from_numpy(text_sources.of_pair))
+    callbacks = [*build_callbacks(start, data, backend), *further_callbacks]
+    trainer = build_trainer(start, options, callbacks)
+    with signals.keyboard_interrupt_recorded():
+        path = start.resume.path if start.resume else None
+        trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)

@@ -1,0 +1,214 @@
+"""Mistakes that `fit` refuses and `doctor` finds: the same line for both, before anything is prepared or written."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from data_module.corpus.preparation import prepare
+from data_module.errors import InputError
+from model.optimization import OPTIMIZERS, muon
+from pipeline.config.recipe import load_recipe
+from pipeline.training.doctor import Question, check_fit, load
+from pipeline.training.fit import fit
+from tests.conftest import tiny_recipe
+
+
+class Place:
+    """A folder with texts, a recipe for them, and what a mistake needs beside it."""
+
+    def __init__(self, folder: Path, trained_run: Path) -> None:
+        self.folder, self.trained_run = folder, trained_run
+        self.recipe = folder / "mine.yaml"
+        self.options: list[str] = []
+        self.init_from: Path | None = None
+
+    def give(self, **settings: Any) -> None:
+        """Give settings on the command line; `__` in a name stands for the dot."""
+        for key, value in settings.items():
+            self.options += [f"--{key.replace('__', '.')}", json.dumps(value) if not isinstance(value, str) else value]
+
+    def resume(self) -> Path:
+        """Let the recipe resume a copy of the trained run, and return it."""
+        run = Path(shutil.copytree(self.trained_run, self.folder / "resumed"))
+        self.recipe = run / "config.yaml"
+        self.give(run__folder=str(run), trainer__max_steps=300)
+        return run
+
+    def files(self) -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in self.folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+@pytest.fixture
+def place(tiny_corpus: Path, trained_run: Path, tmp_path: Path) -> Place:
+    folder = tmp_path / "place"
+    folder.mkdir()
+    for file in tiny_corpus.parent.glob("*.*"):
+        shutil.copy(file, folder)
+    recipe = tiny_recipe(folder)
+    recipe["run"]["folder"] = str(folder / "run")
+    (folder / "mine.yaml").write_text(yaml.safe_dump(recipe))
+    return Place(folder, trained_run)
+
+
+def settings(**values: Any) -> Callable[[Place], None]:
+    return lambda place: place.give(**values)
+
+
+def trainer(**values: Any) -> Callable[[Place], None]:
+    return lambda place: place.give(**{f"trainer__{key}": value for key, value in values.items()})
+
+
+def prepared(**values: Any) -> Callable[[Place], None]:
+    """Prepare the corpus first, so that a setting can be compared with it."""
+
+    def damage(place: Place) -> None:
+        prepare(load_recipe([place.recipe]).corpus, progress=False)
+        place.give(**values)
+
+    return damage
+
+
+def a_text_is_missing(place: Place) -> None:
+    (place.folder / "train.source").unlink()
+
+
+def another_corpus(place: Place) -> None:
+    prepare(load_recipe([place.recipe]).corpus, progress=False)
+    place.give(corpus__lowercase=True)
+
+
+def a_photo(name: str, key: str) -> Callable[[Place], None]:
+    def damage(place: Place) -> None:
+        (place.folder / name).mkdir()
+        (place.folder / name / "cat.jpg").touch()
+        place.give(**{key: str(place.folder / name)})
+
+    return damage
+
+
+def a_file_in_the_way(place: Place) -> None:
+    place.give(run__folder=str(place.folder / "train.source" / "run"))
+
+
+def a_link(place: Place) -> None:
+    run = place.resume()
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").symlink_to(place.folder / "train.source")
+
+
+def another_recipe(place: Place) -> None:
+    place.resume()
+    place.give(network__d_ff=64)
+
+
+def another_format(place: Place) -> None:
+    (place.resume() / "versions.json").write_text('{"format_version": 99}')
+
+
+def a_damaged_checkpoint(place: Place) -> None:
+    newest = place.resume() / "checkpoints" / "step=00000240.ckpt"
+    torch.save(torch.load(newest, weights_only=True) | {"optimizer_states": []}, newest)
+
+
+def another_vocabulary(place: Place) -> None:
+    place.resume()
+    corpus = Path(shutil.copytree(load_recipe([place.recipe]).corpus_folder(), place.folder / "other"))
+    manifest = json.loads((corpus / "manifest.json").read_text())
+    manifest["tokenizer"]["sha256"] = 64 * "0"
+    (corpus / "manifest.json").write_text(json.dumps(manifest))
+    place.give(corpus__folder=str(corpus))
+
+
+def nothing_to_start_from(place: Place) -> None:
+    place.init_from = place.folder / "none"
+
+
+def another_network_to_start_from(place: Place) -> None:
+    place.init_from = place.trained_run
+    place.give(network__d_ff=80)
+
+
+def a_tokenizer_of_another_case(place: Place) -> None:
+    place.init_from = place.trained_run
+    place.give(corpus__lowercase=True)
+
+
+MISTAKES: dict[str, tuple[Callable[[Place], None], str]] = {
+    "devices -1": (trainer(devices=-1), "trainer.devices -1: cannot be used on a CPU; give a number of processes"),
+    "a list of devices": (trainer(devices=[0]), "trainer.devices [0]: cannot be used on a CPU"),
+    "no nodes": (trainer(num_nodes=0), "trainer.num_nodes 0: `num_nodes` must be a positive integer"),
+    "two nodes": (trainer(num_nodes=2), "trainer.num_nodes 2: nothing starts ranks on other nodes here; use srun"),
+    "a tpu": (trainer(accelerator="tpu"), "trainer.accelerator must be one of 'auto', 'cpu', 'gpu', 'cuda', not 'tpu'"),
+    "a precision": (trainer(precision="16-true"), "trainer.precision must be one of 'bf16-mixed', '16-mixed'"),
+    "no steps": (trainer(max_steps=-1), "trainer.max_steps -1 is not a number of steps; give 1 or more"),
+    "half an interval": (trainer(val_check_interval=0.5), "trainer.val_check_interval must be a whole number, not 0.5"),
+    "no duration": (trainer(max_time="45"), "trainer.max_time 45 is not a duration; give days:hours:minutes:seconds"),
+    "triton": (
+        settings(run__kernels="triton"),
+        "run.kernels triton: Triton's attention and loss cannot run: they",
+    ),
+    "a metric": (settings(run__best_by="exact_mach"), "run.best_by 'exact_mach' is not registered; did you mean"),
+    "no such optimizer": (
+        settings(training__optimizer="own"),
+        "training.optimizer own: it finds no projection in this",
+    ),
+    "no warm-up": (
+        settings(training__schedule="linear", training__peak_learning_rate=0.1, trainer__max_steps=5),
+        "training.warmup_steps 10 leaves no step to training.schedule linear",
+    ),
+    "no dropout": (settings(network__dropout=0, training__r_drop_alpha=5.0), "training.r_drop_alpha 5.0 compares"),
+    "a layer": (settings(monitoring__attention_layers=[0, 1]), "monitoring.attention_layers: 1 does not exist; give"),
+    "a head": (settings(monitoring__attention_heads=2), "monitoring.attention_heads: 2 does not exist; give numbers"),
+    "pieces": (settings(corpus__vocabulary_size=-1), "corpus.vocabulary_size: must be from 1 to"),
+    "a text": (a_text_is_missing, "train.source is missing; put it there"),
+    "another corpus": (another_corpus, "was made from other inputs or settings: corpus.lowercase was false, now true"),
+    "no corpus": (a_photo("photos", "corpus__folder"), "is not a corpus; name another corpus.folder"),
+    "no run": (a_photo("photos", "run__folder"), "is not empty and not a run folder; give another run.folder"),
+    "a file": (a_file_in_the_way, "cannot be written (Not a directory); give another run.folder"),
+    "a link": (a_link, "metrics.jsonl: is a link, which fit does not follow; remove it"),
+    "another recipe": (another_recipe, "contains a run of another recipe: network.d_ff 32 -> 64; change it back"),
+    "another format": (another_format, "has format 99, and this version reads format 2"),
+    "a damaged checkpoint": (a_damaged_checkpoint, "cannot be resumed from (optimizer_states is missing or wrong)"),
+    "another vocabulary": (another_vocabulary, "has another vocabulary than the run in"),
+    "no checkpoint": (nothing_to_start_from, "there is no such checkpoint"),
+    "another network": (another_network_to_start_from, "has another network: network.d_ff 32 there, 80 here; give"),
+    "another case": (a_tokenizer_of_another_case, "corpus.lowercase: the tokenizer of the run to start from does not"),
+    "micro-batches": (prepared(batches__max_tokens_per_device=5), "batches.max_tokens_per_device 5 is less than the"),
+    "positions": (
+        prepared(network__learned_positions=True, network__max_positions=5),
+        "network.max_positions 5 is less than the longest sentence trained or validated on",
+    ),
+    "a picture": (prepared(monitoring__attention_sentences=[40]), "monitoring.attention_sentences: 40 does not exist"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_fit_and_doctor_refuse_the_same(place: Place, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "own", lambda _, settings: muon([nn.Parameter(torch.ones(2))], settings))
+    damage, words = MISTAKES[name]
+    damage(place)
+    before = place.files()
+    with pytest.raises(InputError) as refused:
+        fit([place.recipe], place.options, False, place.init_from)
+    line = str(refused.value)
+    assert words in line
+    assert "\n" not in line
+    asked = Question([place.recipe], place.options, False, place.init_from)
+    recipe, loaded = load(asked)
+    results = [loaded, *(check_fit(recipe, None, asked) if recipe is not None else ())]
+    assert [one.message for one in results if not one.ok][:1] == [line]
+    assert place.files() == before
+
+
+def test_a_recipe_without_mistakes_is_refused_by_neither(place: Place) -> None:
+    asked = Question([place.recipe], [], False, None)
+    recipe, _ = load(asked)
+    assert recipe is not None
+    assert [one.message for one in check_fit(recipe, None, asked) if not one.ok] == []
