@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 IN_CLONE = (Path(__file__).resolve().parent.parent / "constraints.txt").is_file()
@@ -30,6 +31,12 @@ class InputError(Exception):
     def __str__(self) -> str:
         """Return the message, with the control characters escaped that it quotes."""
         return printable(super().__str__())
+
+
+def first_of(parts: Sequence[str], most: int = 3) -> str:
+    """Return the first parts of a message, and the number of the others."""
+    more = f"; and {len(parts) - most} more" if len(parts) > most else ""
+    return "; ".join(parts[:most]) + more
 
 
 def install(extra: str) -> str:

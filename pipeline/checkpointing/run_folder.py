@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from data_module.corpus.manifest import TEXT_KEYS, changed_texts
-from data_module.errors import InputError
+from data_module.errors import InputError, first_of
 from data_module.files import (
     FORMAT_VERSION,
     FileLock,
@@ -58,7 +58,6 @@ MAX_STARTS = 3
 
 _STEP_NAME = re.compile(r"step=(\d+)\.ckpt")
 _LOCK = ".lock"
-_MAX_NAMED = 3
 _VERSIONS = "versions.json"
 _OWN_FILES = ("config.yaml", "tokenizer.model", _VERSIONS, STARTS)
 _CHECKPOINT_FILES = ("step=*.ckpt", "best.ckpt")
@@ -384,9 +383,8 @@ def check_same_run(path: Path, recipe: Recipe) -> list[str]:
     same_corpus = not any(change.startswith("corpus.folder ") for change in allowed)
     needs_corpus = same_corpus and any(change.startswith("corpus.") for change in forbidden)
     also = " and another corpus.folder" if needs_corpus else ""
-    more = f"; and {len(forbidden) - _MAX_NAMED} more" if len(forbidden) > _MAX_NAMED else ""
     raise InputError(
-        f"{path}: contains a run of another recipe: {'; '.join(forbidden[:_MAX_NAMED])}{more}; change it back to resume"
+        f"{path}: contains a run of another recipe: {first_of(forbidden)}; change it back to resume"
         f" that run (its recipe is {path / 'config.yaml'}), or give another run.folder{also}, or --fresh{also} to"
         " remove that run"
     )

@@ -6,6 +6,7 @@ port may write to it.
 
 import hmac
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,6 +65,11 @@ def post(store: dist.Store, name: str, value: Any) -> None:
 def read(store: dist.Store, name: str) -> Any:
     """Return what a rank has stored, made `plain`; raise StrangerError if no rank of this start has stored it."""
     return verified(name, store.get(name))
+
+
+def silent_ranks(store: dist.Store, names: Sequence[str]) -> list[int]:
+    """Return the ranks that have stored nothing under their name; `names` are by rank."""
+    return [rank for rank, name in enumerate(names) if not store.check([name])]
 
 
 def plain(value: Any) -> Any:

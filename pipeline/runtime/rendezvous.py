@@ -26,11 +26,21 @@ from typing import Any
 
 import torch.distributed as dist
 
-from data_module.errors import InputError
+from data_module.errors import InputError, first_of
 from pipeline.runtime import signals
 from pipeline.runtime.console import RendezvousError, UnusableAddressError, print_above_bars
 from pipeline.runtime.launch import LOOPBACK, JobStep, local_rank, main_address, main_ports, node_name, step_nodes
-from pipeline.runtime.rank_messages import StrangerError, plain, post, read, set_key, signature, signed, verified
+from pipeline.runtime.rank_messages import (
+    StrangerError,
+    plain,
+    post,
+    read,
+    set_key,
+    signature,
+    signed,
+    silent_ranks,
+    verified,
+)
 from pipeline.runtime.ranks_token import find_token, remove_token, write_token
 
 NOTICE_SECONDS = 30.0
@@ -56,7 +66,6 @@ _MESSAGE_BYTES = 256
 """More than that message has."""
 _MOST_NAMED = 16
 _BACKLOG = 4096
-_MOST_DIFFERENCES = 3
 
 
 def patience_seconds(num_ranks: int) -> float:
@@ -338,7 +347,7 @@ class Rendezvous:
 
     def _missing(self, store: dist.Store) -> str:
         """Return the ranks that have not connected, and the nodes from which none has; empty if all have."""
-        missing = [rank for rank in range(self.size) if not store.check([_connected(rank)])]
+        missing = silent_ranks(store, [_connected(rank) for rank in range(self.size)])
         heard = {read(store, _connected(rank))["node"] for rank in range(self.size) if rank not in missing}
         silent = [node for node in self.nodes if node not in heard]
         return f"ranks {few(missing)}" + (f" (all of {few(silent)})" if silent else "") if missing else ""
@@ -373,9 +382,7 @@ def use_loopback() -> None:
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     """Return the first settings of a rank that differ from those of rank 0; empty if none do."""
     keys = [key for key in {**ours, **theirs} if theirs.get(key) != ours.get(key)]
-    more = f"; and {len(keys) - _MOST_DIFFERENCES} more" if len(keys) > _MOST_DIFFERENCES else ""
-    shown = [f"{key} {theirs.get(key)}, not {ours.get(key)}" for key in keys[:_MOST_DIFFERENCES]]
-    return "; ".join(shown) + more
+    return first_of([f"{key} {theirs.get(key)}, not {ours.get(key)}" for key in keys])
 
 
 def _connected(rank: int) -> str:

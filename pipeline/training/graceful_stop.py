@@ -28,7 +28,7 @@ from pipeline.compat.pytorch import default_store
 from pipeline.runtime import signals
 from pipeline.runtime.console import RendezvousError
 from pipeline.runtime.launch import clear_failure_count, node_name
-from pipeline.runtime.rank_messages import plain, post, read, value_of_each_rank
+from pipeline.runtime.rank_messages import plain, post, read, silent_ranks, value_of_each_rank
 from pipeline.runtime.signals import Stopped
 
 MARGIN_SECONDS = 30
@@ -160,8 +160,9 @@ class FailureReport:
     def _wait_for_reports(self) -> dict[int, str]:
         deadline = time.monotonic() + ANSWER_SECONDS
         while True:
-            posted = [rank for rank in range(len(self._names)) if self._store.check([_report_of(rank)])]
-            reports = {rank: str(read(self._store, _report_of(rank))) for rank in posted}
+            names = [_report_of(rank) for rank in range(len(self._names))]
+            silent = silent_ranks(self._store, names)
+            reports = {rank: str(read(self._store, name)) for rank, name in enumerate(names) if rank not in silent}
             failed = any(report.startswith("failed") for report in reports.values())
             if failed or len(reports) == len(self._names) or time.monotonic() > deadline:
                 return reports

@@ -7,16 +7,18 @@ copy of the padding symbol's, with an output bias that keeps it from being chose
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from data_module.errors import InputError, install
+import sentencepiece
+import torch
+from torch import Tensor
+
+from data_module.errors import InputError, first_of, install
 from data_module.files import json_object
 from data_module.tokenization.pair import join_models
 from data_module.tokenization.tokenizer import NUM_SPECIAL_IDS, Tokenizer
 from model.settings import NetworkSettings
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from pipeline.export.huggingface_model import BIAS, SHARED, from_marian, marian_shapes
 
 CONFIG, VOCABULARY = "config.json", "vocab.json"
 _UNKNOWN = "<unk>"
@@ -45,7 +47,7 @@ class MarianModel(NamedTuple):
     network: dict[str, Any]
     """The settings that differ from one Marian model to another, by their names in `NetworkSettings`."""
     tokenizer: Tokenizer
-    weights: "dict[str, Tensor]"
+    weights: dict[str, Tensor]
     """The state dict of `Transformer`."""
 
 
@@ -163,8 +165,6 @@ def _vocabulary(folder: Path, config: Mapping[str, Any]) -> _Vocabulary:
 
 
 def _tokenizer(folder: Path, pieces: list[str]) -> Tokenizer:
-    import sentencepiece
-
     models = []
     for path in (folder / "source.spm", folder / "target.spm"):
         try:
@@ -184,12 +184,8 @@ def _tokenizer(folder: Path, pieces: list[str]) -> Tokenizer:
     return Tokenizer(join_models(source, target, pieces))
 
 
-def _network_weights(folder: Path, config: Mapping[str, Any], vocabulary: _Vocabulary) -> "dict[str, Tensor]":
+def _network_weights(folder: Path, config: Mapping[str, Any], vocabulary: _Vocabulary) -> dict[str, Tensor]:
     """Return the state dict of a `Transformer` with an output bias."""
-    import torch
-
-    from pipeline.export.huggingface_model import BIAS, SHARED, from_marian, marian_shapes
-
     path, weights = _read_weights(folder)
     depths, d_model = (config["encoder_layers"], config["decoder_layers"]), config["d_model"]
     # Copies of the embedding, which the configuration says is one, and position tables, which are computed.
@@ -206,10 +202,7 @@ def _network_weights(folder: Path, config: Mapping[str, Any], vocabulary: _Vocab
         if name in weights and list(weights[name].shape) != shape:
             wrong.append(f"{name} is {list(weights[name].shape)}, not {shape}")
     if wrong:
-        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise InputError(
-            f"{path}: does not match {CONFIG}: {'; '.join(wrong[:3])}{more}; copy the model's folder again"
-        )
+        raise InputError(f"{path}: does not match {CONFIG}: {first_of(wrong)}; copy the model's folder again")
     weights = {name: tensor.float() for name, tensor in weights.items()}
     weights[SHARED], weights[BIAS] = weights[SHARED][vocabulary.rows], weights[BIAS][:, vocabulary.rows]
     if vocabulary.adds_begin:
@@ -217,10 +210,8 @@ def _network_weights(folder: Path, config: Mapping[str, Any], vocabulary: _Vocab
     return from_marian(weights, depths)
 
 
-def _read_weights(folder: Path) -> "tuple[Path, dict[str, Tensor]]":
+def _read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
     """Return the file and its tensors; no code in it is executed."""
-    import torch
-
     path, older = folder / "model.safetensors", folder / "pytorch_model.bin"
     if not path.is_file() and older.is_file():
         path = older
@@ -230,7 +221,7 @@ def _read_weights(folder: Path) -> "tuple[Path, dict[str, Tensor]]":
         if path is older:
             weights = torch.load(path, map_location="cpu", weights_only=True)
         else:
-            from safetensors.torch import load_file
+            from safetensors.torch import load_file  # It need not be installed.
 
             weights = load_file(path)
     except ImportError:

@@ -23,7 +23,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.runtime.console import RendezvousError
 from pipeline.runtime.devices import mixed_processors_mistake, processor_name, sees_own_gpu_only
 from pipeline.runtime.launch import RANKS_MISSING, JobStep, node_name, report_mistake_to_script
-from pipeline.runtime.rank_messages import post, read
+from pipeline.runtime.rank_messages import post, read, silent_ranks
 from pipeline.runtime.rendezvous import Rendezvous, patience_seconds, use_loopback
 from pipeline.training.recipe_checks import CheckResult
 
@@ -101,7 +101,7 @@ class RankGroup:
         keys = [f"value-{self._num_gathered}/{rank}" for rank in range(self.job.num_tasks)]
         # Another rank may first wait for a collective that fails.
         if missing := self._wait_for(keys, 2 * self.wait):
-            raise UnresponsiveRanksError([keys.index(key) for key in missing])
+            raise UnresponsiveRanksError(missing)
         return [read(self.store, key) for key in keys]
 
     @_rank_0_answers()
@@ -121,12 +121,12 @@ class RankGroup:
             self._wait_for(keys, self.wait)
         self._timer.cancel()
 
-    def _wait_for(self, keys: list[str], limit: timedelta) -> list[str]:
-        """Wait until these keys of the store are set; return those that are not set in time."""
+    def _wait_for(self, keys: list[str], limit: timedelta) -> list[int]:
+        """Wait until these keys of the store, by rank, are set; return the ranks whose key is not set in time."""
         try:
             self.store.wait(keys, limit)
         except (RuntimeError, dist.DistError):
-            return [key for key in keys if not self.store.check([key])]
+            return silent_ranks(self.store, keys)
         return []
 
 

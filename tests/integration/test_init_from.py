@@ -108,25 +108,15 @@ def test_each_setting_that_makes_another_network_is_refused(
             load_initial_weights(trained_run, replace(recipe, network=replace(recipe.network, **changes)))
 
 
-def test_incompatible_checkpoints_are_refused(recipe_file: Path, trained_run: Path, tmp_path: Path) -> None:
+def test_a_corpus_of_another_vocabulary_is_refused(recipe_file: Path, trained_run: Path, tmp_path: Path) -> None:
     child = tmp_path / "child"
     start = ["--run.folder", child, "--init-from", trained_run]
-    wider = fit(recipe_file, *start, "--network.d_ff", 80, "--network.dropout", 0.2, should_fail=True)
-    assert wider.count("\n") == 1
-    assert "has another network: network.d_ff" in wider
-    assert "dropout" not in wider
-    report = pipeline("doctor", "--config", recipe_file, *start, "--network.d_ff", 80)
-    assert report.returncode == 1
-    assert b"has another network: network.d_ff" in report.stdout
-    lower = fit(recipe_file, *start, "--corpus.lowercase", "true", should_fail=True)
-    assert "corpus.lowercase: the tokenizer of the run to start from does not lower-case; set it to false" in lower
     other = ["--corpus.folder", tmp_path / "other", "--corpus.vocabulary_size", 90]
     assert pipeline("prepare", "--config", recipe_file, *other).returncode == 0
     stderr = fit(recipe_file, *start, *other, should_fail=True)
     assert stderr.count("\n") == 1
-    assert "was made with another vocabulary" in stderr
+    assert f"has another vocabulary than {trained_run}" in stderr
     shutil.rmtree(tmp_path / "other")
     assert pipeline("prepare", "--config", recipe_file, *other, "--init-from", trained_run).returncode == 0
     assert (tmp_path / "other" / "tokenizer.model").read_bytes() == (trained_run / "tokenizer.model").read_bytes()
-    assert "there is no such checkpoint" in fit(recipe_file, "--init-from", tmp_path / "none", should_fail=True)
     assert not child.exists()

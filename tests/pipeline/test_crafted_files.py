@@ -3,13 +3,12 @@
 A crafted checkpoint is a whole one with one damage; likewise a corpus, a card and a recipe.
 """
 
-import io
 import json
 import resource
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.settings import NetworkSettings
 from model.transformer import Transformer
-from pipeline.__main__ import main
 from pipeline.checkpointing.checkpoint import load_model, metadata, read_checkpoint
 from pipeline.checkpointing.resume_point import read_resume_point
 from pipeline.config.recipe import load_recipe, recipe_from_dict
@@ -194,21 +192,6 @@ def test_a_crafted_checkpoint_to_resume_from(trained_run: Path, tmp_path: Path, 
     assert line.startswith(f"{crafted}: cannot be resumed from (")
     assert words in line
     assert line.endswith("); remove it, or use --fresh")
-
-
-def test_neither_fit_nor_doctor_goes_on_without_states_of_the_optimizer(trained_run: Path, tmp_path: Path) -> None:
-    run = Path(shutil.copytree(trained_run, tmp_path / "run"))
-    newest = run / "checkpoints" / "step=00000240.ckpt"
-    contents = torch.load(newest, weights_only=True)
-    torch.save(contents | {"optimizer_states": []}, newest)
-    before = newest.read_bytes()
-    arguments = ("--config", run / "config.yaml", "--run.folder", run, "--trainer.max_steps", 300)
-    reason = f"{newest}: cannot be resumed from (optimizer_states is missing or wrong); remove it, or use --fresh"
-    assert refusal("fit", *arguments) == f"error: {reason}"
-    with redirect_stdout(io.StringIO()) as out:
-        assert main(["doctor", *map(str, arguments)]) == 1
-    assert reason in out.getvalue()
-    assert newest.read_bytes() == before
 
 
 def test_a_deflated_checkpoint(whole: Path, tmp_path: Path) -> None:

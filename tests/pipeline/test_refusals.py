@@ -79,6 +79,18 @@ def a_text_is_missing(place: Place) -> None:
     (place.folder / "train.source").unlink()
 
 
+def text(change: Callable[[bytes], bytes], is_prepared: bool = False) -> Callable[[Place], None]:
+    """Change a training text, before or after the corpus is prepared."""
+
+    def damage(place: Place) -> None:
+        if is_prepared:
+            prepare(load_recipe([place.recipe]).corpus, progress=False)
+        path = place.folder / "train.target"
+        path.write_bytes(change(path.read_bytes()))
+
+    return damage
+
+
 def another_corpus(place: Place) -> None:
     prepare(load_recipe([place.recipe]).corpus, progress=False)
     place.give(corpus__lowercase=True)
@@ -168,6 +180,11 @@ MISTAKES: dict[str, tuple[Callable[[Place], None], str]] = {
     "a head": (settings(monitoring__attention_heads=2), "monitoring.attention_heads: 2 does not exist; give numbers"),
     "pieces": (settings(corpus__vocabulary_size=-1), "corpus.vocabulary_size: must be from 1 to"),
     "a text": (a_text_is_missing, "train.source is missing; put it there"),
+    "a line less": (text(lambda whole: whole.split(b"\n", 1)[1]), "299 lines, but"),
+    "no UTF-8": (text(lambda whole: b"H\xe4user" + whole[5:]), "train.target:1: invalid UTF-8; "),
+    "another text": (text(lambda whole: whole[:-2] + b"\n", is_prepared=True), "train.target has changed"),
+    "many pieces": (settings(corpus__vocabulary_size=3000), "3000 pieces are more than the training text allows; the"),
+    "no rate": (settings(training__schedule="linear"), "training.schedule linear needs training.peak_learning_rate"),
     "another corpus": (another_corpus, "was made from other inputs or settings: corpus.lowercase was false, now true"),
     "no corpus": (a_photo("photos", "corpus__folder"), "is not a corpus; name another corpus.folder"),
     "no run": (a_photo("photos", "run__folder"), "is not empty and not a run folder; give another run.folder"),
