@@ -22,7 +22,7 @@ from data_module.tokenization.tokenizer import SPACE_MARK, Tokenizer
 from data_module.tokenization.training import standalone_model
 from pipeline.__main__ import main
 from pipeline.config.recipe import load_recipe
-from pipeline.training.checks import CheckContext, check_recipe
+from pipeline.training.doctor import Question, check_fit
 from tests.conftest import pipeline, refusal, sentences, tiny_recipe, train_tokenizer
 from tests.data_module.test_preparation import made, write_pairs
 
@@ -93,8 +93,8 @@ def test_a_tokenizer_that_does_not_suit_is_refused_before_text_is_read(
     expected = message.format(tiny_corpus)
     assert expected in refusal("prepare", recipe)
     assert expected in refusal("fit", recipe, "--run.folder", tmp_path / "run")
-    context = CheckContext(load_recipe([recipe]), None, False, None)
-    assert [result.message for result in check_recipe(context) if expected in result.message and not result.ok]
+    results = check_fit(load_recipe([recipe]), None, Question([recipe], [], False, None))
+    assert [result.message for result in results if expected in result.message and not result.ok]
     assert not (tmp_path / "corpus").exists()
 
 
