@@ -34,7 +34,7 @@ from pipeline.runtime.console import say
 from pipeline.runtime.step_clock import StepClock
 
 _COPY_SLACK = 1 << 20
-"""Bytes of a checkpoint beside weights, moments and tokenizer: names, places and steps of the tensors."""
+"""Bytes of a checkpoint's tensors beside weights, moments and tokenizer: steps, and what places tensors at 64 bytes."""
 
 
 class CheckpointCallback(Callback):
