@@ -25,7 +25,8 @@ from model.transformer import Transformer
 from pipeline.checkpointing.run_folder import AVERAGES, best_path, is_valid, latest_valid, step_of
 from pipeline.config.recipe import Recipe, stored_settings
 
-_PREFIX = "network."
+PREFIX = "network."
+"""How names of weights begin in a checkpoint, which are those of `TranslationModule`."""
 _STORED = {
     "global_step": int,
     "state_dict": {str: Tensor},
@@ -191,7 +192,10 @@ def _checked(path: Path, contents: dict[str, Any]) -> Checkpoint:
         for tensor in (part["tokenizer"], part.get("seen_pieces"))  # Version 1.0 did not store the latter.
     )
     tokenizer = Tokenizer(model or b"", seen=seen)
-    return Checkpoint(path, *steps, recipe, tokenizer, network_weights(contents["state_dict"]), contents)
+    weights = {
+        name.removeprefix(PREFIX): one for name, one in contents["state_dict"].items() if str(name).startswith(PREFIX)
+    }
+    return Checkpoint(path, *steps, recipe, tokenizer, weights, contents)
 
 
 def _check_archive(path: Path) -> None:
@@ -250,11 +254,6 @@ class NoInitialValues(TorchFunctionMode):
         return made
 
 
-def network_weights(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the network's part of a `TranslationModule`'s state dict, with the names that `Transformer` uses."""
-    return {name.removeprefix(_PREFIX): one for name, one in state_dict.items() if str(name).startswith(_PREFIX)}
-
-
 def average(paths: list[Path], read: Callable[[Path], Checkpoint] = read_checkpoint) -> dict[str, Any]:
     """Return the contents of a checkpoint whose weights are the mean of those given, summed in float64 (section 6.1).
 
@@ -277,7 +276,7 @@ def average(paths: list[Path], read: Callable[[Path], Checkpoint] = read_checkpo
             sums[name] += tensor
     means = {name: (total / len(paths)).to(newest.weights[name].dtype) for name, total in sums.items()}
     return {
-        "state_dict": {f"{_PREFIX}{name}": mean for name, mean in means.items()},
+        "state_dict": {f"{PREFIX}{name}": mean for name, mean in means.items()},
         "translation": metadata(newest.recipe, newest.tokenizer),
         "global_step": newest.step,
         "averaged": [path.name for path in paths],

@@ -14,7 +14,7 @@ from data_module.tokenization.tokenizer import Tokenizer
 from model.muon import Muon
 from model.optimization import build_optimizer
 from model.transformer import Transformer
-from pipeline.checkpointing.checkpoint import Checkpoint, NoInitialValues, network_weights, read_checkpoint
+from pipeline.checkpointing.checkpoint import PREFIX, Checkpoint, NoInitialValues, read_checkpoint
 from pipeline.checkpointing.run_folder import step_of
 from pipeline.config.recipe import Recipe
 from pipeline.config.settings import BLEU_TOKENIZERS
@@ -26,7 +26,15 @@ _RESUMED = {
             "state_dict": {"combined_loader": [{"epoch": int, "next_batch": int}]},
             "epoch_loop.state_dict": {"_batches_that_stepped": int},
             "epoch_loop.batch_progress": _PROGRESS,
+            "epoch_loop.scheduler_progress": _PROGRESS,
+            "epoch_loop.automatic_optimization.state_dict": {},
+            "epoch_loop.automatic_optimization.optim_progress": {
+                "optimizer": {"step": _PROGRESS, "zero_grad": _PROGRESS}
+            },
+            "epoch_loop.manual_optimization.state_dict": {},
             "epoch_loop.manual_optimization.optim_step_progress": _PROGRESS,
+            "epoch_loop.val_loop.state_dict": {},
+            "epoch_loop.val_loop.batch_progress": _PROGRESS,
             "epoch_progress": _PROGRESS,
         }
     },
@@ -41,9 +49,10 @@ _RESUMED = {
         },
     },
     "optimizer_states": [{"state": {str: {}}, "param_groups": [{"params": [int]}]}],
+    "lr_schedulers": [{}],
     "skipped_steps": [(float, int)],
 }
-"""The types of what a resumed run reads of a checkpoint, beside tensors. Lightning takes some of it for optional."""
+"""The types of what a resumed run reads of a checkpoint, beside tensors. Lightning would go on without some of it."""
 _AVERAGED = {
     "current_model_state": {str: Tensor},
     "averaging_state": {"n_averaged": (Tensor, int)},
@@ -112,18 +121,18 @@ def _misplaced(checkpoint: Checkpoint) -> str:
 def _unfit(checkpoint: Checkpoint, recipe: Recipe) -> str:
     """Return which weights or states of the optimizer are missing or do not fit the recipe; empty if all do."""
     settings = recipe.inherit_network(asdict(checkpoint.recipe.network)).network
-    stored = [checkpoint.weights]
+    contents, states = checkpoint.contents, ["state_dict"]
     if recipe.training.ema_decay is not None:
-        stored.append(network_weights(checkpoint.contents["current_model_state"]))
+        states.append("current_model_state")
     try:
         with NoInitialValues(checkpoint.weights):
             network = Transformer(checkpoint.tokenizer.vocabulary_size, settings)
-        shapes = {name: weight.shape for name, weight in network.state_dict().items()}
-        if any({name: weight.shape for name, weight in weights.items()} != shapes for weights in stored):
+        shapes = {f"{PREFIX}{name}": weight.shape for name, weight in network.state_dict().items()}
+        if any({name: weight.shape for name, weight in contents[state].items()} != shapes for state in states):
             return "its weights are not those of the recipe's network"
         optimizer = build_optimizer(network.parameters(), recipe.training)
         own = [_numbers(group) for group in optimizer.param_groups]
-        optimizer.load_state_dict(checkpoint.contents["optimizer_states"][0])
+        optimizer.load_state_dict(contents["optimizer_states"][0])
         if [_numbers(group) for group in optimizer.param_groups] != own:
             return "the optimizer has other settings"
         return _wrong_state(network, optimizer)

@@ -164,7 +164,7 @@ class ValidationSamples(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the best score; `read_resume_point` reads the tokenizer before the callback is made."""
         # Earlier revisions knew BLEU only, and called it so.
-        self.best_score = state_dict["best_score"] if "best_score" in state_dict else state_dict["best_bleu"]
+        self.best_score = state_dict.get("best_score", state_dict.get("best_bleu"))
 
     def _gather(self) -> None:
         """Collect the translations of all ranks."""
