@@ -202,6 +202,10 @@ MISTAKES: dict[str, tuple[Callable[[Place], None], str]] = {
         prepared(network__learned_positions=True, network__max_positions=5),
         "network.max_positions 5 is less than the longest sentence trained or validated on",
     ),
+    "no translation": (
+        prepared(monitoring__attention_sentences=[13, 14], run__validation_translations=3),
+        "monitoring.attention_sentences: 14 is none of the sentences that run.validation_translations 3 translates",
+    ),
     "a picture": (prepared(monitoring__attention_sentences=[40]), "monitoring.attention_sentences: 40 does not exist"),
 }
 
