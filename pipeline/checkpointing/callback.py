@@ -203,7 +203,7 @@ class CheckpointCallback(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the callback's state."""
-        # Earlier revisions knew BLEU only, and called it so.
+        # The first runs of format 2, as the one that tests keep, knew BLEU only, and called it so.
         self.best_score = state_dict.get("best_score", state_dict.get("best_bleu"))
         self._best_step = state_dict["best_step"]
         self._temporary_step = state_dict["temporary_step"]

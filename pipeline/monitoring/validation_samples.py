@@ -163,7 +163,7 @@ class ValidationSamples(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the best score; `read_resume_point` reads the tokenizer before the callback is made."""
-        # Earlier revisions knew BLEU only, and called it so.
+        # The first runs of format 2, as the one that tests keep, knew BLEU only, and called it so.
         self.best_score = state_dict.get("best_score", state_dict.get("best_bleu"))
 
     def _gather(self) -> None:
