@@ -1,5 +1,6 @@
 """`model.ts`: network, greedy and beam search, tokenizer and card in one TorchScript file."""
 
+import io
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ def write_torchscript(network: Transformer, tokenizer: Tokenizer, card: str, pat
     with warnings.catch_warnings():
         # PyTorch deprecates TorchScript.
         warnings.simplefilter("ignore", DeprecationWarning)
-        torch.jit.save(torch.jit.script(search), path, _extra_files=extra)
+        buffer = io.BytesIO()  # Written to a full disk, `torch.jit.save` ends the process.
+        torch.jit.save(torch.jit.script(search), buffer, _extra_files=extra)
+    path.write_bytes(buffer.getbuffer())
 
 
 def load_torchscript(path: Path, device: str = "cpu") -> Any:
