@@ -65,7 +65,7 @@ def test_the_likelihood_of_averaged_weights_chooses(recipe_file: Path, tmp_path:
     logged = {line["step"]: line for line in read_metrics(run) if tag in line}
     assert not [name for line in logged.values() for name in line if "bleu" in name]
     best = min(logged, key=lambda step: logged[step][tag])
-    contents = read_checkpoint(run / "checkpoints" / "best.ckpt")
+    contents = read_checkpoint(run / "checkpoints" / "best.ckpt").contents
     assert contents["global_step"] == best
     assert contents["callbacks"]["CheckpointCallback"]["best_score"] == pytest.approx(logged[best][tag])
     sources, targets = (
