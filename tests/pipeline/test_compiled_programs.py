@@ -126,22 +126,6 @@ def test_what_was_checked_is_loaded(
     assert (other.square(-3), other.square(0)) == (9, 3)
 
 
-def test_another_name_compiler_or_header_makes_another_program(
-    square: Program[ctypes.CDLL], cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    load_program(square)
-    load_program(square._replace(name="other"))
-    assert len(programs(cache)) == 2
-    [compiler] = find_compiler()
-    for number in (1, 2):
-        monkeypatch.setenv("CXX", f"{compiler} -DNUMBER={number}")
-        load_program(square)
-        assert len(programs(cache)) == 2 + number
-    square.sources[1].write_text(square.sources[1].read_text() + "// changed\n")
-    load_program(square)
-    assert len(programs(cache)) == 5
-
-
 @pytest.mark.parametrize("sources", [one.SOURCES for one in (compiled_search, compiled_loss, compiled_attention)])
 def test_the_headers_are_among_the_sources(sources: tuple[Path, ...]) -> None:
     included = {name for one in sources for name in re.findall(r'#include "(.*)"', one.read_text())}
