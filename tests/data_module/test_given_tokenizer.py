@@ -139,6 +139,9 @@ def test_a_run_to_start_from_has_the_tokenizer_that_is_named(tiny_corpus: Path, 
         InputError, match=r"^corpus\.tokenizer: .* is not the tokenizer of the run to start from; leave"
     ):
         made(settings, tokenizer=other)
+    lacking = replace(settings, tokenizer=None, user_symbols=["<i>"])
+    with pytest.raises(InputError, match=r"^corpus\.user_symbols: <i>: not in the tokenizer .* without --init-from$"):
+        made(lacking, tokenizer=own)
     made(settings, tokenizer=own)
 
 

@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import lzma
 import os
 import re
 from io import BytesIO, FileIO
@@ -20,6 +21,7 @@ UTF_16 = "is UTF-16 by its NUL bytes; convert it (iconv -f UTF-16{} -t UTF-8)"
 NO_TEXT = {
     "gzip": (gzip.compress(b"a\n"), "is gzip-compressed; let its name end in .gz, or unpack it (gunzip)"),
     "bzip2": (bz2.compress(b"a\n"), "is compressed; unpack it (bunzip2)"),
+    "xz": (lzma.compress(b"a\n"), "is compressed; unpack it (unxz)"),
     "Zstandard": (ZSTANDARD, "is compressed; unpack it (unzstd)"),
     "zip": (b"PK\3\4\n", "is an archive; unpack it (unzip)"),
     "UTF-16 with a mark": ("a\n".encode("utf-16"), "is UTF-16; convert it (iconv -f UTF-16 -t UTF-8)"),

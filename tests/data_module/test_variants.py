@@ -280,20 +280,6 @@ def test_refusals(settings: CorpusSettings, tmp_path: Path) -> None:
     assert not (tmp_path / "refused").exists()
 
 
-def test_only_byte_pair_encodings_have_dropout(settings: CorpusSettings, tmp_path: Path) -> None:
-    from sentencepiece import sentencepiece_model_pb2
-
-    model = (Path(settings.folder) / "tokenizer.model").read_bytes()
-    proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
-    proto.trainer_spec.model_type = proto.trainer_spec.UNIGRAM
-    unigram = Tokenizer(proto.SerializeToString())
-    given = replace(settings, folder=str(tmp_path / "corpus"))
-    with pytest.raises(InputError, match=r"corpus\.bpe_dropout: .* no byte-pair encoding"):
-        prepare(given, unigram, progress=False)
-    prepare(replace(given, bpe_dropout=BpeDropout(), noise=NoiseSettings(typos=0.5)), unigram, progress=False)
-    assert len(open_variants(tmp_path / "corpus")) == 3
-
-
 def module(settings: CorpusSettings, workers: int = 0, **changes: Any) -> TranslationDataModule:
     batches = BatchSettings(batch_tokens=400, workers=workers)
     given = replace(settings, **changes)

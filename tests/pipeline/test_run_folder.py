@@ -23,6 +23,7 @@ import yaml
 from data_module.corpus import preparation
 from data_module.corpus.builder import write_corpus
 from data_module.errors import InputError
+from data_module.files import FileLock, replace_folder
 from data_module.settings import TextSource
 from pipeline.__main__ import main
 from pipeline.checkpointing.run_folder import (
@@ -489,6 +490,13 @@ def test_a_corpus_is_not_replaced_while_a_run_trains_on_it(
             for _ in range(2):  # The run begins after the first check, and then before it.
                 assert f"{corpus}: a run is training on it; wait for its end" in refusal(*command)
         assert (corpus / "manifest.json").stat().st_ino == before
+
+    def replace_while_a_run_cannot_begin(*folders: Path) -> None:
+        with FileLock(corpus / "manifest.json", os.O_RDONLY) as lock:
+            assert not lock.take(shared=True)
+        replace_folder(*folders)
+
+    monkeypatch.setattr(preparation, "replace_folder", replace_while_a_run_cannot_begin)
     assert main(command) == 0
     assert (corpus / "manifest.json").stat().st_ino != before
 
