@@ -160,7 +160,7 @@ def given_tokenizer(settings: CorpusSettings, earlier: Tokenizer | None = None) 
             f" it to {given.vocabulary_size}"
         )
     _check_tokenizer(settings, given, str(path), "name another corpus.tokenizer")
-    return earlier or Tokenizer(given.model)  # The pieces that another network was trained on are of no account.
+    return earlier or given
 
 
 def _check_tokenizer(settings: CorpusSettings, tokenizer: Tokenizer, name: str, otherwise: str) -> None:
