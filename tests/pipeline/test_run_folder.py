@@ -22,6 +22,7 @@ import yaml
 
 from data_module.corpus import preparation
 from data_module.corpus.builder import write_corpus
+from data_module.corpus.preparation import in_use
 from data_module.errors import InputError
 from data_module.files import FileLock, replace_folder
 from data_module.settings import TextSource
@@ -41,7 +42,6 @@ from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.runtime import launch, signals
 from pipeline.runtime.launch import JobStep, versions
 from pipeline.runtime.signals import Stopped
-from pipeline.training.start import open_start
 from tests.conftest import ROOT, another_user, refusal
 
 HOLD_LOCK = """
@@ -476,27 +476,30 @@ def test_a_corpus_is_not_replaced_while_a_run_trains_on_it(
     recipe_file: Path, tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus = Path(shutil.copytree(tiny_corpus, tmp_path / "corpus"))
-    command = ["prepare", str(recipe_file), "--force", "--corpus.folder", str(corpus)]
-    recipe = load_recipe([recipe_file], ["--corpus.folder", str(corpus), "--run.folder", str(tmp_path / "run")])
-    before = (corpus / "manifest.json").stat().st_ino
+    options = ["--corpus.folder", str(corpus)]
+    command = ["prepare", str(recipe_file), "--force", *options]
+    before, said = (corpus / "manifest.json").stat().st_ino, []
 
     def write_while_a_run_begins(*arguments: Any) -> dict[str, Any]:
-        began.enter_context(open_start(recipe, None, False, None, {}))
+        began.enter_context(in_use(corpus))
         return write_corpus(*arguments)
 
-    with ExitStack() as began:
-        with monkeypatch.context() as patch:
-            patch.setattr(preparation, "write_corpus", write_while_a_run_begins)
-            for _ in range(2):  # The run begins after the first check, and then before it.
-                assert f"{corpus}: a run is training on it; wait for its end" in refusal(*command)
-        assert (corpus / "manifest.json").stat().st_ino == before
+    with ExitStack() as began, monkeypatch.context() as patch:
+        patch.setattr(preparation, "write_corpus", write_while_a_run_begins)
+        said.append(refusal(*command))
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.training.train.train", lambda *_: said.append(refusal(*command)))
+        assert main(["fit", str(recipe_file), *options, "--run.folder", str(tmp_path / "run")]) == 0
+    assert all(f"{corpus}: a run is training on it; wait for its end" in line for line in said)
+    assert len(said) == 2
+    assert (corpus / "manifest.json").stat().st_ino == before
 
-    def replace_while_a_run_cannot_begin(*folders: Path) -> None:
+    def replace_while_no_run_can_begin(*folders: Path) -> None:
         with FileLock(corpus / "manifest.json", os.O_RDONLY) as lock:
             assert not lock.take(shared=True)
         replace_folder(*folders)
 
-    monkeypatch.setattr(preparation, "replace_folder", replace_while_a_run_cannot_begin)
+    monkeypatch.setattr(preparation, "replace_folder", replace_while_no_run_can_begin)
     assert main(command) == 0
     assert (corpus / "manifest.json").stat().st_ino != before
 
