@@ -143,11 +143,11 @@ def differences(manifest: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     for key in wanted:
         # Other files follow from other text sources.
         if key != "source_files" or not any(phrase.startswith(TEXT_KEYS) for phrase in phrases):
-            phrases += _compare(names.get(key, key), manifest.get(key), wanted[key])
+            phrases += changes(names.get(key, key), manifest.get(key), wanted[key])
     return phrases
 
 
-def changed_texts(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> str:
+def _changed_texts(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> str:
     """Return the text sources that only one of two lists has, a few of them by name."""
     old, new = ([_text_name(text) for text in texts] for texts in (before, now))
     gone, added = [name for name in old if name not in new], [name for name in new if name not in old]
@@ -163,20 +163,31 @@ def _text_name(text: dict[str, Any]) -> str:
     return name if text.get("repeat", 1) == 1 else f"{name} (repeat {text['repeat']})"
 
 
-def _compare(name: str, had: Any, wanted: Any) -> list[str]:
+def changes(name: str, had: Any, wanted: Any) -> list[str]:
+    """Return the differences between what is stored under a key and what is asked for now, one phrase each.
+
+    Args:
+        name: the key, "" for all of a recipe.
+        had: the stored value, a dictionary if it has keys of its own.
+        wanted: the value that is asked for.
+
+    Each phrase begins with the key that differs.
+    """
     if isinstance(had, dict) and isinstance(wanted, dict):
-        keys = [*wanted, *(key for key in had if key not in wanted)]
-        return [phrase for key in keys for phrase in _compare(f"{name}.{key}", had.get(key), wanted.get(key))]
+        names = {key: f"{name}.{key}" if name else key for key in {**wanted, **had}}
+        return [phrase for key in names for phrase in changes(names[key], had.get(key), wanted.get(key))]
     if name == "source_files" and had is not None:
-        before, now = ({entry["file"]: entry for entry in files} for files in (had, wanted))
-        changed = [f"{file} has changed" for file in now if before.get(file, now[file]) != now[file]]
-        new, gone = [file for file in now if file not in before], [file for file in before if file not in now]
+        old, own = ({entry["file"]: entry for entry in files} for files in (had, wanted))
+        changed = [f"{file} has changed" for file in own if old.get(file, own[file]) != own[file]]
+        new, gone = [file for file in own if file not in old], [file for file in old if file not in own]
         return changed + [f"{file} is new" for file in new] + [f"{file} is gone" for file in gone]
     if had == wanted:
         return []
     if name in TEXT_KEYS and (had or wanted):
-        return [f"{name}: {changed_texts(had or [], wanted or [])}"]
-    return [f"{name} was {json.dumps(had, ensure_ascii=False)}, now {json.dumps(wanted, ensure_ascii=False)}"]
+        return [f"{name}: {_changed_texts(had or [], wanted or [])}"]
+    # YAML has values that JSON has not, such as dates.
+    before, now = (json.dumps(value, ensure_ascii=False, default=str) for value in (had, wanted))
+    return [f"{name} was {before}, now {now}"]
 
 
 class SplitSources(NamedTuple):

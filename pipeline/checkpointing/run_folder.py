@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from data_module.corpus.manifest import TEXT_KEYS, changed_texts
+from data_module.corpus.manifest import changes
 from data_module.errors import InputError, first_of
 from data_module.files import (
     FORMAT_VERSION,
@@ -337,21 +337,17 @@ def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
         written = load_recipe([path / "config.yaml"]).as_dict()
         if not changed_keys(written["network"], new["network"]):
             written["network"] = new["network"]  # The same depths may be given by other keys.
-    before, now = _flat(written), _flat(new)
     forbidden: list[str] = []
     allowed: list[str] = []
-    for key in sorted(before.keys() | now.keys()):
-        if before.get(key) != now.get(key):
-            may_change = key in MAY_CHANGE_KEYS or (key.split(".")[0] in MAY_CHANGE and key not in MAY_NOT_CHANGE)
-            change = _change(key, before.get(key), now.get(key))
-            if key == "trainer.max_steps" and recipe.training.schedule in DECAY_TO_LAST_STEP:
-                may_change, change = False, f"{change}, where training.schedule {recipe.training.schedule} ends"
-            (allowed if may_change else forbidden).append(change)
+    for change in sorted(changes("", written, new)):
+        key = change.split()[0].rstrip(":")
+        may_change = key in MAY_CHANGE_KEYS or (key.split(".")[0] in MAY_CHANGE and key not in MAY_NOT_CHANGE)
+        if key == "trainer.max_steps" and recipe.training.schedule in DECAY_TO_LAST_STEP:
+            may_change, change = False, f"{change}, where training.schedule {recipe.training.schedule} ends"
+        (allowed if may_change else forbidden).append(change)
     # Other versions may resume the run, but may batch, initialize or round differently.
-    now = {name: version for name, version in versions().items() if name != "host"}
-    allowed += [
-        f"{name} {recorded.get(name)} -> {version}" for name, version in now.items() if recorded.get(name) != version
-    ]
+    own = {name: version for name, version in versions().items() if name != "host"}
+    allowed += changes("", {name: recorded.get(name) for name in own}, own)
     return forbidden, allowed
 
 
@@ -439,16 +435,6 @@ def _is_foreign(entry: Path) -> bool:
 def _replace(path: Path, contents: bytes) -> None:
     with atomic_file(path) as file:
         file.write(contents)
-
-
-def _change(key: str, before: Any, now: Any) -> str:
-    if key in TEXT_KEYS:
-        return f"{key}: {changed_texts(before or [], now or [])}"
-    return f"{key} {_shown(before)} -> {_shown(now)}"
-
-
-def _shown(value: Any) -> Any:
-    return "null" if value is None else value
 
 
 def settings_of_ranks(recipe: Recipe) -> dict[str, Any]:

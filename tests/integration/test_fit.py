@@ -133,7 +133,7 @@ def test_output(recipe_file: Path, tmp_path: Path) -> None:
     assert len(lines) == 11
     resumed = pipeline(*command, "--trainer.max_steps", 14)
     _, changed, *others = resumed.stderr.decode().splitlines()
-    assert changed == "changed since the last start: trainer.max_steps 12 -> 14"
+    assert changed == "changed since the last start: trainer.max_steps was 12, now 14"
     assert others[0].startswith("resuming from ")
 
 

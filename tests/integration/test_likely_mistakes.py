@@ -51,8 +51,8 @@ def test_another_vocabulary_is_refused_before_anything_is_prepared(place: Path) 
     assert pipeline("fit", "--config", place / "mine.yaml").returncode == 0
     line = refusal(place, "--corpus.vocabulary_size", 50)
     assert line == (
-        f"{place / 'run'}: contains a run of another recipe: corpus.vocabulary_size 60 -> 50; change it back to resume"
-        f" that run (its recipe is {place / 'run' / 'config.yaml'}), or give another run.folder and another"
+        f"{place / 'run'}: contains a run of another recipe: corpus.vocabulary_size was 60, now 50; change it back"
+        f" to resume that run (its recipe is {place / 'run' / 'config.yaml'}), or give another run.folder and another"
         " corpus.folder, or --fresh and another corpus.folder to remove that run"
     )
     other = ["--corpus.vocabulary_size", 50, "--corpus.folder", place / "other"]
@@ -151,7 +151,7 @@ def test_a_rate_that_decays_to_the_last_step(place: Path) -> None:
     linear = ["--training.schedule", "linear", "--training.peak_learning_rate", 0.01, "--training.warmup_steps", 2]
     run = ["fit", "--config", place / "mine.yaml", *linear]
     assert pipeline(*run).returncode == 0
-    change = "trainer.max_steps 4 -> 8, where training.schedule linear ends; change it back to resume"
+    change = "trainer.max_steps was 4, now 8, where training.schedule linear ends; change it back to resume"
     assert change in refusal(place, *linear, "--trainer.max_steps", 8)
     again = pipeline(*run)
     assert again.returncode == 0

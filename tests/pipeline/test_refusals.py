@@ -190,7 +190,7 @@ MISTAKES: dict[str, tuple[Callable[[Place], None], str]] = {
     "no run": (a_photo("photos", "run__folder"), "is not empty and not a run folder; give another run.folder"),
     "a file": (a_file_in_the_way, "cannot be written (Not a directory); give another run.folder"),
     "a link": (a_link, "metrics.jsonl: is a link, which fit does not follow; remove it"),
-    "another recipe": (another_recipe, "contains a run of another recipe: network.d_ff 32 -> 64; change it back"),
+    "another recipe": (another_recipe, "contains a run of another recipe: network.d_ff was 32, now 64; change"),
     "another format": (another_format, "has format 99, and this version reads format 2"),
     "a damaged checkpoint": (a_damaged_checkpoint, "cannot be resumed from (optimizer_states is missing or wrong)"),
     "another vocabulary": (another_vocabulary, "has another vocabulary than the run in"),

@@ -72,7 +72,7 @@ def test_differences_to_another_recipe(recipe: Recipe) -> None:
     assert differences(run, recipe) == ([], [])
     run_versions = {**json.loads((run / "versions.json").read_text()), "torch": "2.10.0", "host": "another"}
     (run / "versions.json").write_text(json.dumps(run_versions))
-    assert differences(run, recipe) == ([], [f"torch 2.10.0 -> {version('torch')}"])
+    assert differences(run, recipe) == ([], [f'torch was "2.10.0", now "{version("torch")}"'])
     # Sections are in the order of the recipe files.
     assert list(yaml.safe_load((run / "config.yaml").read_text())) == list(recipe.as_dict())
 
@@ -84,11 +84,11 @@ def test_a_setting_newer_than_the_run_has_its_default(recipe: Recipe) -> None:
     (run / "config.yaml").write_text(yaml.safe_dump(config_values))
     assert differences(run, recipe) == ([], [])
     other = replace(recipe, training=replace(recipe.training, adam_epsilon=1e-6))
-    assert differences(run, other)[0] == [f"training.adam_epsilon {recipe.training.adam_epsilon} -> 1e-06"]
+    assert differences(run, other)[0] == [f"training.adam_epsilon was {recipe.training.adam_epsilon}, now 1e-06"]
     # A setting that this version does not have is a difference.
     config_values["training"]["momentum"] = 0.5
     (run / "config.yaml").write_text(yaml.safe_dump(config_values))
-    assert "training.momentum 0.5 -> null" in differences(run, recipe)[0]
+    assert "training.momentum was 0.5, now null" in differences(run, recipe)[0]
 
 
 def test_a_folder_that_holds_only_the_lock_is_removed(tmp_path: Path) -> None:
@@ -110,9 +110,9 @@ def test_a_refusal_names_a_few_differences(recipe: Recipe) -> None:
         check_same_run(run, other)
     [text] = recipe.corpus.train
     assert str(raised.value) == (
-        f"{run}: contains a run of another recipe: corpus.lowercase False -> True; corpus.seed 1 -> 2; "
-        f"corpus.train: no longer {text.source} {text.target}, now 0.en 0.de, 1.en 1.de; and 1 more; change it back to"
-        f" resume that run (its recipe is {run / 'config.yaml'}), or give another run.folder, or --fresh to"
+        f"{run}: contains a run of another recipe: corpus.lowercase was false, now true; corpus.seed was 1, "
+        f"now 2; corpus.train: no longer {text.source} {text.target}, now 0.en 0.de, 1.en 1.de; and 1 more; change it"
+        f" back to resume that run (its recipe is {run / 'config.yaml'}), or give another run.folder, or --fresh to"
         " remove that run"
     )
     # A corpus of other settings has no room in the same folder.
@@ -129,7 +129,7 @@ def test_where_the_schedule_ends_may_not_change(recipe: Recipe) -> None:
     recipe = replace(recipe, training=replace(recipe.training, schedule="cosine", peak_learning_rate=1e-3))
     longer = replace(recipe, trainer={**recipe.trainer, "max_steps": 77777})
     [change], allowed = differences(write_run(recipe), longer)
-    assert change.endswith(" -> 77777, where training.schedule cosine ends")
+    assert change.endswith(", now 77777, where training.schedule cosine ends")
     assert allowed == []
 
 
@@ -282,7 +282,7 @@ def test_which_settings_a_run_may_change(recipe: Recipe) -> None:
     forbidden, allowed = differences(run, load_recipe([path]))
     for lines, expected in ((forbidden, MAY_NOT_CHANGE), (allowed, MAY_CHANGE)):
         assert [line.split(" ")[0] for line in lines] == sorted(expected)
-        assert all(line.endswith(f" -> {expected[line.split(' ')[0]]}") for line in lines)
+        assert all(line.endswith(f", now {json.dumps(expected[line.split(' ')[0]])}") for line in lines)
 
 
 def test_depths_may_be_written_in_two_ways(recipe: Recipe) -> None:
@@ -293,7 +293,7 @@ def test_depths_may_be_written_in_two_ways(recipe: Recipe) -> None:
 
     assert forbidden(num_encoder_layers=depth) == []
     assert forbidden(num_layers=9, num_encoder_layers=depth, num_decoder_layers=depth) == []
-    assert forbidden(num_decoder_layers=1) == ["network.num_decoder_layers null -> 1"]
+    assert forbidden(num_decoder_layers=1) == ["network.num_decoder_layers was null, now 1"]
 
 
 def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
