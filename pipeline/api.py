@@ -4,7 +4,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
@@ -20,8 +20,8 @@ from model.attention_maps import attention_maps
 from model.sampling import Sampling, check_sampling
 from model.transformer import PaddedTransformer
 from pipeline.checkpointing.checkpoint import load_model
-from pipeline.export.bundle import load_checkpoint_or_bundle
-from pipeline.inference.options import SearchOptions
+from pipeline.inference.loading import load_translator
+from pipeline.inference.options import BY_RECIPE, SearchOptions
 from pipeline.inference.pieces import encode_sources
 from pipeline.inference.scoring import score_targets
 from pipeline.inference.text_io import Defects, SentenceWarnings, progress_bar
@@ -80,8 +80,8 @@ def load(
     """
     with _mistakes_in_one_line():
         options = SearchOptions(beam_size, length_penalty, stop_rule)
-        translator = load_checkpoint_or_bundle(user_path(path), options)
-        return Model(translator, _File.of(Path(translator.name).absolute()))
+        translator = load_translator(user_path(path))
+        return Model(translator, options, _File.of(Path(translator.name).absolute()))
 
 
 @dataclass(frozen=True, repr=False)
@@ -132,9 +132,13 @@ class Attention:
 class Model:
     """A trained model, which `load` returns."""
 
-    def __init__(self, translator: Translator, checkpoint: _File | None = None) -> None:
+    def __init__(
+        self, translator: Translator, options: SearchOptions = BY_RECIPE, checkpoint: _File | None = None
+    ) -> None:
         """`checkpoint` is where the network is read from if the search does not hold one."""
         self._translator = translator
+        self._options = options
+        self._settings = options.in_place_of(translator.settings)
         self._checkpoint = checkpoint
 
     def __repr__(self) -> str:
@@ -198,7 +202,7 @@ class Model:
             InputError: `n_best` or a setting of `sample` is out of bounds, or a sentence is not text.
         """
         texts = _texts(sentences, "sentences")
-        count, beam_size = 1 if n_best is None else n_best, self._translator.settings.beam_size
+        count, beam_size = 1 if n_best is None else n_best, self._settings.beam_size
         if sample is not None:
             _check_sample(sample)
             if count > 1:
@@ -208,7 +212,8 @@ class Model:
         if count > beam_size:
             raise InputError(f"n_best {count}: is more than the beam, {beam_size}; load the model with more beam_size")
         with _mistakes_in_one_line(), progress_bar(len(texts), show=progress) as bar:
-            translations = self._translator.translate(texts, count, sample, finished=bar.update)
+            options = replace(self._options, n_best=count, sampling=sample)
+            translations = self._translator.translate(texts, options, finished=bar.update)
         self._warn([translation.defects for translation in translations])
         answers: list[Any] = [
             translation.text if n_best is None else translation.hypotheses for translation in translations
@@ -242,7 +247,8 @@ class Model:
             raise InputError(f"{len(given)} sources and {len(wanted)} targets; give one target for each source")
         source_ids, target_ids, translator = self._source_ids(given), self._target_ids(wanted), self._translator
         with _mistakes_in_one_line(), progress_bar(len(given), show=progress, description="scoring") as bar:
-            scored = score_targets(translator, self._network, wanted, source_ids, target_ids, bar.update)
+            alpha = self._settings.length_penalty
+            scored = score_targets(translator, self._network, alpha, wanted, source_ids, target_ids, bar.update)
         return scored[0] if isinstance(sources, str) else scored
 
     def attention(self, sentence: str, target: str | None = None) -> Attention:
@@ -265,7 +271,7 @@ class Model:
                 raise InputError(f"attention is that of one sentence; give text, not {text!r}")
         [source_ids] = self._source_ids(_texts(sentence, "sentence"))
         if target is None:
-            target = translator.translate([sentence])[0].text
+            target = translator.translate([sentence], self._options)[0].text
         [target_ids] = self._target_ids(_texts(target, "target"))
         tokenizer, device = translator.tokenizer, translator.device
         maps = attention_maps(

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pipeline.inference.loading import load_translator
 from pipeline.inference.options import SearchOptions
-from pipeline.inference.translator import Translator, load_translator
+from pipeline.inference.translator import Translator
 
 ROUNDS = 3
 WARM_UP_SENTENCES = 8
@@ -43,26 +44,26 @@ def run(checkpoint: Path, options: SearchOptions, sentences: list[str]) -> dict[
     Raises:
         InputError: the checkpoint cannot be read, or an option is out of bounds.
     """
-    translator = load_translator(checkpoint, options)
-    translate = timed_translate(translator)
+    translator = load_translator(checkpoint)
+    translate = timed_translate(translator, options)
     translate(spread(sentences, WARM_UP_SENTENCES))
     rounds = [measure(translate, sentences, number, "pipeline") for number in range(ROUNDS)]
     figures = figures_of(rounds)
     print(table({"pipeline": figures}), file=sys.stderr)
-    return {**about(translator, sentences), **figures}
+    return {**about(translator, options, sentences), **figures}
 
 
-def about(translator: Translator, sentences: list[str]) -> dict[str, Any]:
+def about(translator: Translator, options: SearchOptions, sentences: list[str]) -> dict[str, Any]:
     """Return what was measured: the text's size, the search's settings, threads and device."""
     machine = {"threads": torch.get_num_threads(), "device": translator.device.type}
-    return {"sentences": len(sentences), **vars(translator.settings), **machine}
+    return {"sentences": len(sentences), **vars(options.in_place_of(translator.settings)), **machine}
 
 
-def timed_translate(translator: Translator) -> Translate:
+def timed_translate(translator: Translator, options: SearchOptions) -> Translate:
     """Return this program's search, as `translate` runs it."""
 
     def translate(sentences: list[str]) -> tuple[list[str], int]:
-        translations = translator.translate(sentences)
+        translations = translator.translate(sentences, options)
         num_tokens = sum(translation.hypotheses[0].num_tokens for translation in translations)
         return [translation.text for translation in translations], num_tokens
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from data_module.files import user_path
 from pipeline.config.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.config.recipe_files import copy_recipe, description, shipped_recipes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the recipes, the files written, or the paths."""
-    from pipeline.config.recipe_files import copy_recipe, description, shipped_recipes
-
     if arguments.action == "copy":
         for path in copy_recipe(arguments.name, arguments.to):
             print(path)

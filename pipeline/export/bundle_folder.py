@@ -1,6 +1,5 @@
-"""The folder of a bundle: its files, whether it may be replaced, and what is one. Nothing here imports torch."""
+"""The folder of a bundle: its files, and whether it may be replaced. Nothing here imports torch."""
 
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,9 +7,10 @@ from pathlib import Path
 
 from data_module.errors import InputError
 from data_module.files import naming_full_disk, replace_error, replace_folder, write_error
+from pipeline.inference.bundle_folder import PROGRAM_FILE, bundle_of
 
 FILES = {
-    "torchscript": "model.ts",
+    "torchscript": PROGRAM_FILE,
     "pt2": "model.pt2",
     "ctranslate2": "ctranslate2",
     "huggingface": "huggingface",
@@ -56,13 +56,3 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
         new.mkdir()
         yield new
         replace_folder(new, folder, old)  # `old` is removed together with the temporary folder
-
-
-def bundle_of(path: Path) -> Path | None:
-    """Return the folder of the bundle that a path names, the folder itself or its `model.ts`; None if it is none.
-
-    A run folder is none, whatever else is in it: `model.ts` is a program, and a run executes nothing.
-    """
-    folder = path.parent if path.name == FILES["torchscript"] else path
-    is_run = any(map(os.path.lexists, (folder / "config.yaml", folder / "checkpoints")))
-    return folder if not is_run and (folder / "card.json").is_file() else None

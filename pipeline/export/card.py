@@ -14,15 +14,13 @@ from typing import Any
 
 from data_module.corpus.manifest import read_manifest
 from data_module.errors import InputError
-from data_module.files import FORMAT_VERSION, check_format, json_object
+from data_module.files import FORMAT_VERSION, json_object
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export.ctranslate2_model import NUM_POSITIONS
 from pipeline.inference.options import Prefixes
 from pipeline.inference.translator import LONGEST
 from pipeline.runtime.launch import versions
 
-START_OVER = "export it again"
-"""What to do with a bundle that this version cannot read."""
 TEMPLATES = Path(__file__).with_name("templates")
 
 
@@ -60,19 +58,6 @@ def make_card(model: TrainedModel, scores: dict[str, Any], licences: list[str]) 
         "code": {"trained": _trained_with(model.path), "exported": _code_of(versions())},
         "recipe": model.recipe,
     }
-
-
-def parse_card(path: Path, text: str | bytes) -> dict[str, Any]:
-    """Return the card that a file holds.
-
-    Raises:
-        InputError: it is no card, or of another format.
-    """
-    card = json_object(text)
-    if card is None:
-        raise InputError(f"{path}: is no card of a bundle; {START_OVER}")
-    check_format(path, card.get("format_version"), START_OVER)
-    return card
 
 
 def _data(corpus: Path, tokenizer_sha256: str) -> dict[str, Any] | str:

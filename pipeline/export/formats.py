@@ -23,7 +23,8 @@ from pipeline.export.exported_program import (
 )
 from pipeline.export.huggingface_model import require_marian, require_transformers, write_huggingface
 from pipeline.export.support import require_package
-from pipeline.export.torchscript import load_torchscript, write_torchscript
+from pipeline.export.torchscript import write_torchscript
+from pipeline.inference.loading import load_torchscript
 from pipeline.inference.scoring import score_pairs
 from pipeline.inference.translator import LONGEST, length_batches, padded
 

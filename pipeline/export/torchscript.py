@@ -3,14 +3,12 @@
 import io
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from model.transformer import Transformer
-from pipeline.export.card import parse_card
 
 
 def write_torchscript(network: Transformer, tokenizer: Tokenizer, card: str, path: Path) -> None:
@@ -23,21 +21,3 @@ def write_torchscript(network: Transformer, tokenizer: Tokenizer, card: str, pat
         buffer = io.BytesIO()  # Written to a full disk, `torch.jit.save` ends the process.
         torch.jit.save(torch.jit.script(search), buffer, _extra_files=extra)
     path.write_bytes(buffer.getbuffer())
-
-
-def load_torchscript(path: Path, device: str = "cpu") -> Any:
-    """Load the search from a file.
-
-    Args:
-        path: the file.
-        device: device to load to.
-
-    Raises:
-        InputError: its card has another format, or it has none.
-    """
-    extra = {"card.json": ""}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        model = torch.jit.load(path, map_location=device, _extra_files=extra)
-    parse_card(path, extra["card.json"])
-    return model

@@ -12,7 +12,7 @@ from data_module.settings import CorpusSettings
 from pipeline.config.schema import Checker
 from pipeline.inference.bleu_tokenizer import language_code
 from pipeline.inference.options import Prefixes, with_prefix
-from pipeline.inference.text_io import paired_texts, read_sentences
+from pipeline.inference.text_io import read_sentences
 
 
 class TextPart(NamedTuple):
@@ -58,16 +58,6 @@ class EvaluationText(NamedTuple):
             indices.setdefault(part.name, []).extend(range(start, start + len(part.sources)))
             start += len(part.sources)
         return indices if len(indices) > 1 else {}
-
-
-def text_of_files(source: Path, reference: Path, prefix: str | None) -> EvaluationText:
-    """Return the text of two files.
-
-    Raises:
-        InputError: see `paired_texts`.
-    """
-    sources, references = paired_texts(source, reference)
-    return EvaluationText(str(reference), [TextPart(str(source), prefix, sources, references)])
 
 
 def text_of_recipe(corpus: dict[str, Any]) -> EvaluationText:

@@ -30,11 +30,28 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """Settings of a search; None for the recipe's. See `DecodingSettings`."""
+    """What is asked of a search, in place of the recipe's settings where it is not None. See `DecodingSettings`.
+
+    Raises InputError for a value that is out of bounds for any model.
+    """
 
     beam_size: int | None = None
     length_penalty: float | None = None
     stop_rule: str | None = None
+    n_best: int = 1
+    """Number of translations of each sentence."""
+    sampling: "Sampling | None" = None
+    """How to draw each translation at random; None for a search."""
+
+    def __post_init__(self) -> None:
+        if self.beam_size is not None and not 1 <= self.beam_size <= LARGEST_SEARCH:
+            raise InputError(f"--beam {self.beam_size}: must be 1 to {LARGEST_SEARCH:,}")
+        if self.length_penalty is not None and not 0.0 <= self.length_penalty < float("inf"):
+            raise InputError(f"--length-penalty {self.length_penalty}: must be 0 or more")
+        if self.stop_rule is not None and self.stop_rule not in STOP_RULES:
+            raise InputError(f"--stop-rule {self.stop_rule}: must be {' or '.join(STOP_RULES)}")
+        if self.n_best < 1:
+            raise InputError(f"--n-best {self.n_best}: must be 1 or more")
 
     @classmethod
     def given(cls, arguments: argparse.Namespace) -> "SearchOptions":
@@ -45,17 +62,17 @@ class SearchOptions:
         """Return the recipe's settings with these in place of its own.
 
         Raises:
-            InputError: a value is out of bounds.
+            InputError: more translations of a sentence are asked for than the beam has.
         """
-        if self.beam_size is not None and not 1 <= self.beam_size <= LARGEST_SEARCH:
-            raise InputError(f"--beam {self.beam_size}: must be 1 to {LARGEST_SEARCH:,}")
-        if self.length_penalty is not None and not 0.0 <= self.length_penalty < float("inf"):
-            raise InputError(f"--length-penalty {self.length_penalty}: must be 0 or more")
-        if self.stop_rule is not None and self.stop_rule not in STOP_RULES:
-            raise InputError(f"--stop-rule {self.stop_rule}: must be {' or '.join(STOP_RULES)}")
-        return replace(recipe, **{name: value for name, value in vars(self).items() if value is not None})
+        given = {name: getattr(self, name) for name in ("beam_size", "length_penalty", "stop_rule")}
+        settings = replace(recipe, **{name: value for name, value in given.items() if value is not None})
+        if self.n_best > settings.beam_size:
+            raise InputError(f"--n-best {self.n_best}: is more than the beam, {settings.beam_size}; raise --beam")
+        return settings
 
 
+BY_RECIPE = SearchOptions()
+"""The search that the recipe describes."""
 _SAMPLING: dict[str, tuple[type, str, str]] = {
     "temperature": (float, "T", "divide logits by T: below 1, probable pieces are drawn more often (default: 1)"),
     "top_k": (int, "K", "draw each piece from the K most probable ones (default: all)"),

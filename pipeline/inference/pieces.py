@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 
+from data_module.corpus.manifest import TOKENIZER_NAME
 from data_module.corpus.pairs import open_reader, read_pairs
 from data_module.settings import CorpusSettings
 from data_module.tokenization.tokenizer import SPACE_MARK, Tokenizer
@@ -44,6 +46,17 @@ def _first_strange(tokenizer: Tokenizer, sentence: str, ids: list[int], never_se
     unk_id = tokenizer.unk_id
     unknown = next((piece for number, piece in spelt if number == unk_id), "")
     return unknown, next((piece for number, piece in spelt if number in never_seen and number != unk_id), "")
+
+
+def corpus_report(settings: CorpusSettings, initial: Tokenizer | None) -> Iterator[tuple[str, bool]]:
+    """Yield the lines of `piece_report` about a corpus that is prepared.
+
+    Args:
+        settings: the recipe's `corpus:` section.
+        initial: the tokenizer of the weights that training begins with, which have learned its pieces; None if there
+            are none.
+    """
+    return piece_report(settings, Tokenizer.load(Path(settings.folder) / TOKENIZER_NAME).also_seen(initial))
 
 
 def piece_report(settings: CorpusSettings, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:

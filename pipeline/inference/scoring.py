@@ -76,6 +76,7 @@ def _batches(
 def score_targets(
     translator: Translator,
     network: Any,
+    length_penalty: float,
     targets: Sequence[str],
     source_ids: Sequence[Sequence[int]],
     target_ids: Sequence[Sequence[int]],
@@ -84,8 +85,9 @@ def score_targets(
     """Return each target with its log-probability, its score as `translate` computes it, and its number of pieces.
 
     Args:
-        translator: has the tokenizer, the device and the length penalty.
+        translator: has the tokenizer and the device.
         network: for padded batches, a `PaddedTransformer` or that of an exported `BeamSearch`.
+        length_penalty: exponent alpha of the scores.
         targets: the text.
         source_ids: see `score_pairs`, like the following arguments.
         target_ids: likewise.
@@ -102,7 +104,7 @@ def score_targets(
     totals = score_pairs(network, log_softmax, tokenizer, source_ids, target_ids, device, finished)
     if not all(map(math.isfinite, totals)):
         raise InputError(f"{translator.name}: its scores are not finite; choose a checkpoint with finite weights")
-    penalties = penalty(torch.tensor([len(ids) for ids in target_ids]), translator.settings.length_penalty).tolist()
+    penalties = penalty(torch.tensor([len(ids) for ids in target_ids]), length_penalty).tolist()
     return [
         # The search does not run for an empty sentence, whose translation is empty.
         Hypothesis(text, total / divisor, total, len(target)) if max(len(source), len(target)) > 1 else EMPTY
@@ -200,7 +202,8 @@ class Scorer:
         for number, of_source, of_target in zip(numbers, source_defects, target_defects, strict=True):
             self._warnings.add(number, of_source)
             self._warnings.add(number, of_target)
-        scored = score_targets(translator, self._network, targets, source_ids, target_ids)
+        alpha = translator.settings.length_penalty
+        scored = score_targets(translator, self._network, alpha, targets, source_ids, target_ids)
         if not with_alignments:
             return scored, [Alignment() for _ in scored]
         texts = sources, targets

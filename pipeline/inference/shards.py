@@ -12,6 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby, islice
 from pathlib import Path
@@ -30,36 +31,52 @@ _REPORT_SECONDS = 30.0
 _POLL_SECONDS = 1.0
 
 
+@dataclass(frozen=True)
+class Task:
+    """A text to translate, as all of its processes see it."""
+
+    source: Path
+    """The text."""
+    output: Path
+    """The file of all translations."""
+    shard_lines: int
+    """Number of lines of a shard: a multiple of `CHUNK`, so that lines are translated together as by one process."""
+    options: dict[str, Any]
+    """Options that the translations depend on; with `n_best`, a line may have several translations."""
+    num_processes: int = 1
+    """Processes of this command; other commands may have more."""
+    is_private: bool = False
+    """Whether both files are temporary ones of this command, which messages do not name."""
+
+
 class Shards:
     """The shards of a text, of which this process takes some."""
 
-    def __init__(self, source: Path, output: Path, shard_lines: int, model: Path, options: dict[str, Any]) -> None:
+    def __init__(self, task: Task, model: Path, number: int = 0) -> None:
         """Write the manifest, or compare it with that of an earlier process.
 
         Args:
-            source: the text.
-            output: the file of all translations.
-            shard_lines: number of lines of a shard: a multiple of `CHUNK`, so that the same lines are translated
-                together as by one process.
+            task: the text.
             model: the file that holds the model.
-            options: options that the translations depend on; with `n_best`, a line may have several translations.
+            number: number of this process in its command, from 0.
 
         Raises:
             InputError: the text cannot be read twice, the shards that are there belong to another text, model or
                 options, or the file at `output` is the text or no translation of as many lines.
         """
-        if shard_lines < 1 or shard_lines % CHUNK:
-            raise InputError(f"--shard-lines {shard_lines}: must be a multiple of {CHUNK}")
+        source, self._size = task.source, task.shard_lines
+        if self._size < 1 or self._size % CHUNK:
+            raise InputError(f"--shard-lines {self._size}: must be a multiple of {CHUNK}")
         if not source.is_file():
             raise InputError(f"{source}: is a pipe; --output needs a text file that can be read again")
         with open_file(source) as stream:
             self._num_lines = num_lines(stream)
-        self._source, self._output, self._folder = source, output, output.with_name(f"{output.name}.shards")
-        self._size = shard_lines
-        self._names = [f"{number:07}" for number in range(-(-self._num_lines // shard_lines))]
-        self._one_translation = options["n_best"] is None
+        self._task, self._source, self._output, self._number = task, source, task.output, number
+        self._folder = task.output.with_name(f"{task.output.name}.shards")
+        self._names = [f"{shard:07}" for shard in range(-(-self._num_lines // self._size))]
         text, weights = (fingerprint(str(path), path)["sha256"] for path in (source, model))
-        self._begin({"text": text, "lines": self._num_lines, "model": weights, "shard_lines": shard_lines, **options})
+        of_text = {"text": text, "lines": self._num_lines, "model": weights, "shard_lines": self._size}
+        self._begin({**of_text, **task.options})
         self._locks: dict[int, FileLock] = {}
         self._texts: list[str] = []
         self._began = self._reported = time.monotonic()
@@ -98,17 +115,15 @@ class Shards:
         Raises:
             InputError: the text has changed, or a shard has another number of lines than its part of the text.
         """
-        # Tasks of a job array begin at different places, so that each has many shards in succession.
-        task = int(os.environ.get("SLURM_ARRAY_TASK_ID", 0)) - int(os.environ.get("SLURM_ARRAY_TASK_MIN", 0))
-        start = len(self._names) * task // int(os.environ.get("SLURM_ARRAY_TASK_COUNT", 1))
-        order = sorted(range(len(self._names)), key=lambda shard: (shard < start, shard))
+        order = self._order()
         while not self._output.exists():
             done = self._entries()
             missing = [shard for shard in order if self._names[shard] not in done]
             if (shard := next(filter(self._take, missing), None)) is not None:
                 first = shard * self._size + 1
                 with open_file(self._source) as stream:
-                    yield first, sentences(self._lines(stream, shard), str(self._source), first)
+                    name = "" if self._task.is_private else str(self._source)
+                    yield first, sentences(self._lines(stream, shard), name, first)
             elif missing:
                 time.sleep(_POLL_SECONDS)
                 self._report()
@@ -119,7 +134,25 @@ class Shards:
                 path.unlink(missing_ok=True)
         (self._folder / _LOCK).unlink(missing_ok=True)
         remove_temporary_files(self._folder, MANIFEST, "[0-9]*")
-        print(f"{self._output}: has the translations of all {self._num_lines:,} lines", file=sys.stderr, flush=True)
+        if not self._task.is_private:
+            self._say(f"has the translations of all {self._num_lines:,} lines")
+
+    def _order(self) -> list[int]:
+        """Return the shards in the order in which this process looks for one to take.
+
+        Processes and tasks of a job array begin at different places, so that each has many shards in succession.
+        """
+        place = int(os.environ.get("SLURM_ARRAY_TASK_ID", 0)) - int(os.environ.get("SLURM_ARRAY_TASK_MIN", 0))
+        place = place * self._task.num_processes + self._number
+        num_places = int(os.environ.get("SLURM_ARRAY_TASK_COUNT", 1)) * self._task.num_processes
+        start = len(self._names) * place // num_places
+        return sorted(range(len(self._names)), key=lambda shard: (shard < start, shard))
+
+    def _say(self, message: str) -> None:
+        """Print one line about all shards, unless another process of the same command does so."""
+        if self._number == 0:
+            name = "" if self._task.is_private else f"{self._output}: "
+            print(f"{name}{message}", file=sys.stderr, flush=True)
 
     def write(self, number: int, text: str) -> None:
         """Add what belongs to a line of the source; at the end of a shard, write that.
@@ -148,7 +181,7 @@ class Shards:
         rate = (done - self._done_before) / (now - self._began)
         left = timedelta(seconds=int((self._num_lines - done) / rate)) if rate else "unknown"
         share = f"{done:,} of {self._num_lines:,} lines ({done / self._num_lines:.0%})"
-        print(f"{self._output}: {share}, {rate:,.0f} lines/s, time left {left}", file=sys.stderr, flush=True)
+        self._say(f"{share}, {rate:,.0f} lines/s, time left {left}")
 
     def _take(self, shard: int) -> bool:
         """Lock a shard, unless another process has it or it is done; return whether that was possible."""
@@ -198,7 +231,7 @@ class Shards:
     def _require_lines(self, path: Path, expected: int, way_out: str) -> None:
         """Raise InputError if a file has not the translations of as many lines."""
         with path.open("rb") as lines:
-            if self._one_translation:
+            if self._task.options["n_best"] is None:
                 found = sum(1 for _ in lines)
             else:
                 # With --n-best, a translation begins with the number of its line.

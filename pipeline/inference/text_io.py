@@ -1,12 +1,15 @@
 """Line-by-line text input for the commands, and the progress bar that they share."""
 
+import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from data_module.errors import InputError
+from data_module.files import atomic_file, naming_full_disk, replace_error
 from data_module.text_files import BYTE_ORDER_MARK, LineWarning, StrayMarks, num_lines, open_file
 from data_module.tokenization.tokenizer import SPACE_MARK, is_blank
 from pipeline.inference.options import Prefixes
@@ -168,3 +171,90 @@ def paired_texts(source: Path, reference: Path) -> tuple[list[str], list[str]]:
     if not sources:
         raise InputError(f"{source}: is empty; there is nothing to score")
     return sources, references
+
+
+class Pair(NamedTuple):
+    """A source sentence and one of its translations."""
+
+    number: int
+    """The source's line, from 1."""
+    source: str
+    target: str
+
+
+def read_pairs(source: Path, target: Path, is_list: bool, *, warn: bool = True) -> Iterator[Pair]:
+    """Yield the pairs of two texts.
+
+    Args:
+        source: source sentences.
+        target: their translations.
+        is_list: whether `target` is an n-best list.
+        warn: whether to warn of lines that are not UTF-8.
+
+    Raises:
+        InputError: a file cannot be read, the texts do not pair up or are empty, or `target` is no n-best list.
+    """
+    number = 0
+    with open_file(source) as source_stream, open_file(target) as target_stream:
+        sources = sentences(source_stream, str(source), warn=warn)
+        targets = sentences(target_stream, str(target), warn=warn)
+        lists = _lists(targets, target) if is_list else ([text] for text in targets)
+        for number, (line, translations) in enumerate(zip_longest(sources, lists), 1):
+            if line is None or translations is None:
+                shorter = source if line is None else target
+                raise InputError(
+                    f"{source} and {target}: {shorter} ends after {number - 1} lines and the other goes on; give texts"
+                    " whose lines pair up"
+                )
+            yield from (Pair(number, line, text) for text in translations)
+    if not number:
+        raise InputError(f"{source}: is empty; there is nothing to score")
+
+
+def _lists(lines: Iterable[str], path: Path) -> Iterator[list[str]]:
+    """Yield the translations of each source line from an n-best list, whose scores are left out."""
+    translations: list[str] = []
+    number = 1
+    for place, line in enumerate(lines, 1):
+        first, *others = line.split("\t", 2)
+        if translations and first == str(number + 1):
+            yield translations
+            translations, number = [], number + 1
+        if first != str(number) or not others:
+            raise InputError(
+                f"{path}: line {place} is not of an n-best list; give what translate --n-best has written: the number"
+                " of the source line, a tab and a translation, with --scores a score and a tab before it"
+            )
+        translations.append(others[-1])
+    if translations:
+        yield translations
+
+
+def output_file(path: Path) -> AbstractContextManager[IO[bytes]]:
+    """Open a file that is written as a whole, and where that cannot be, as for a pipe, in place."""
+    # Before links are resolved: what /dev/fd has for a pipe is a link to no file.
+    if (path.exists() and not path.is_file()) or replace_error(path.resolve()):
+        return _in_place(path)
+    return atomic_file(path.resolve())
+
+
+@contextmanager
+def _in_place(path: Path) -> Iterator[IO[bytes]]:
+    with naming_full_disk(path), path.open("wb") as file:
+        yield file
+
+
+def require_writable(output: Path | None, *inputs: Path | None, option: str = "--output") -> None:
+    """Check that a file can be written, before what it is for is computed.
+
+    Raises:
+        InputError: the file cannot be written, or is one of the inputs.
+    """
+    if output and any(path and path.is_file() and output.exists() and path.samefile(output) for path in inputs):
+        raise InputError(f"{output}: is the text to score, and would be overwritten; give another {option}")
+    if output and not output.parent.is_dir():
+        raise InputError(f"{output}: its folder is not there; make it or give another {option}")
+    if output and output.is_dir():
+        raise InputError(f"{output}: is a folder; give a file as {option}")
+    if output and not os.access(output if output.exists() else output.parent, os.W_OK):
+        raise InputError(f"{output}: cannot be written; change its permissions or give another {option}")

@@ -1,10 +1,8 @@
 """Translation of text, in batches of sentences of similar length."""
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +12,11 @@ from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamArguments, BeamSearch
 from model.fast.compiled_search import CompiledSearch
-from model.sampling import Sampling
 from model.settings import SHORTEST, DecodingSettings
 from model.transformer import Transformer
-from pipeline.inference.options import Prefixes, SearchOptions
+from pipeline.inference.options import BY_RECIPE, Prefixes, SearchOptions
 from pipeline.inference.pieces import encode_sources
 from pipeline.inference.text_io import Defects, progress_bar, show_token_rate
-from pipeline.runtime.backend import choose_search
 
 
 def length_batches(
@@ -94,69 +90,7 @@ LONGEST = 1024
 EMPTY = Hypothesis("", 0.0, 0.0, 0)
 
 
-class Chunk(NamedTuple):
-    """Lines to translate together, and the other arguments of `Translator.translate`."""
-
-    lines: list[str]
-    n_best: int
-    sampling: Sampling | None
-    first: int
-    """Number of the first line in the text."""
-
-
-class LineTranslator:
-    """Translates a stream of lines: `Translator` in this process, `ParallelTranslator` in several."""
-
-    name: str
-    settings: DecodingSettings
-    max_source_tokens: int | None
-    prefixes: Prefixes
-
-    def translate_lines(
-        self,
-        lines: Iterable[str],
-        chunk: int,
-        n_best: int = 1,
-        total: int | None = None,
-        *,
-        sampling: Sampling | None = None,
-        first: int = 1,
-        show: bool = True,
-    ) -> Iterator[Translation]:
-        """Translate lines in order, `chunk` lines at a time.
-
-        Args:
-            lines: source lines. An error of theirs is raised after the translations of the chunks before it.
-            chunk: number of lines translated together.
-            n_best: number of hypotheses for each line.
-            total: number of lines, if it is known, for the time left.
-            sampling: how to draw each translation at random; None for a search.
-            first: number of the first line in its text, which samples depend on.
-            show: whether to show a progress bar.
-
-        Raises:
-            WorkerError: a process of a `ParallelTranslator` has ended or run out of memory.
-        """
-        chunks, num_tokens = _chunks(iter(lines), chunk, n_best, sampling, first), 0
-        # The mean rate: within a chunk, the longest sentences are translated first and the rate rises.
-        with progress_bar(total, show=show, smoothing=0) as bar:
-            for translations in self._translate_chunks(chunks, bar):
-                num_tokens += sum(translation.hypotheses[0].num_tokens for translation in translations)
-                show_token_rate(bar, num_tokens)
-                yield from translations
-
-    def _translate_chunks(self, chunks: Iterator[Chunk], bar: Any) -> Iterator[list[Translation]]:
-        """Yield the translations of each chunk, and count lines on the bar."""
-        raise NotImplementedError
-
-
-def _chunks(lines: Iterator[str], size: int, n_best: int, sampling: Sampling | None, first: int) -> Iterator[Chunk]:
-    while batch := list(islice(lines, size)):
-        yield Chunk(batch, n_best, sampling, first)
-        first += len(batch)
-
-
-class Translator(LineTranslator):
+class Translator:
     """Translates lists of sentences and returns translations in the same order."""
 
     def __init__(
@@ -212,8 +146,7 @@ class Translator(LineTranslator):
     def translate(
         self,
         sentences: list[str],
-        n_best: int = 1,
-        sampling: Sampling | None = None,
+        options: SearchOptions = BY_RECIPE,
         first: int = 1,
         *,
         finished: Callable[[int], object] = lambda count: None,
@@ -222,54 +155,80 @@ class Translator(LineTranslator):
 
         Args:
             sentences: source sentences.
-            n_best: number of hypotheses for each sentence.
-            sampling: how to draw each translation at random; None for a search. `n_best` is 1 then.
+            options: what is asked of the search.
             first: number of the first sentence in its text, which samples depend on.
             finished: called with a number of sentences whenever some have been translated.
 
         Raises:
-            ValueError: `n_best` or a setting is out of bounds (see `BeamSearch.beam` and `BeamSearch.sample`).
-            InputError: the model is a bundle that cannot sample, or its weights are not finite.
+            InputError: more translations of a sentence are asked for than the beam has, the model is a bundle that
+                cannot sample, or its weights are not finite.
         """
+        settings = options.in_place_of(self.settings)
         sources, defects = encode_sources(self.tokenizer, sentences, self.max_source_tokens, self.prefixes)
         results: list[list[Hypothesis]] = [[EMPTY] for _ in sources]
         for batch in length_batches([len(source) for source in sources], *self._batch_limits):
-            lines = None if sampling is None else torch.tensor([first + i for i in batch], device=self.device)
-            answers = self._search([sources[i] for i in batch], n_best, sampling, lines, finished)
+            lines = [first + i for i in batch]
+            answers = self._search([sources[i] for i in batch], lines, options, settings, finished)
             for index, hypotheses in zip(batch, answers, strict=True):
                 results[index] = hypotheses
         return [Translation(*result) for result in zip(results, defects, strict=True)]
 
-    def _translate_chunks(self, chunks: Iterator[Chunk], bar: Any) -> Iterator[list[Translation]]:
-        for chunk in chunks:
-            done = bar.n
-            translations = self.translate(*chunk, finished=bar.update)
-            bar.update(done + len(chunk.lines) - bar.n)
-            yield translations
+    def translate_lines(
+        self,
+        lines: Iterable[str],
+        chunk: int,
+        options: SearchOptions = BY_RECIPE,
+        first: int = 1,
+        *,
+        total: int | None = None,
+        show: bool = True,
+    ) -> Iterator[Translation]:
+        """Translate lines in order, `chunk` lines at a time.
+
+        Args:
+            lines: source lines. An error of theirs is raised after the translations of the chunks before it.
+            chunk: number of lines translated together.
+            options: see `translate`.
+            first: likewise.
+            total: number of lines, if it is known, for the time left.
+            show: whether to show a progress bar.
+        """
+        remaining, num_tokens = iter(lines), 0
+        # The mean rate: within a chunk, the longest sentences are translated first and the rate rises.
+        with progress_bar(total, show=show, smoothing=0) as bar:
+            while batch := list(islice(remaining, chunk)):
+                done = bar.n
+                translations = self.translate(batch, options, first, finished=bar.update)
+                bar.update(done + len(batch) - bar.n)
+                first += len(batch)
+                num_tokens += sum(translation.hypotheses[0].num_tokens for translation in translations)
+                show_token_rate(bar, num_tokens)
+                yield from translations
 
     def _search(
         self,
         sources: list[list[int]],
-        n_best: int,
-        sampling: Sampling | None,
-        lines: Tensor | None,
+        lines: list[int],
+        options: SearchOptions,
+        settings: DecodingSettings,
         finished: Callable[[int], object],
     ) -> list[list[Hypothesis]]:
         source, is_token = padded(sources, self.tokenizer.pad_id)
         mask = None if bool(is_token.all()) else is_token.to(self.device)
-        settings, given = self.settings, (source.to(self.device), mask)
+        given, n_best, sampling = (source.to(self.device), mask), options.n_best, options.sampling
+        numbers = None if sampling is None else torch.tensor(lines, device=self.device)
         size, penalty, extra = settings.beam_size, settings.length_penalty, settings.max_extra_tokens
         if isinstance(self.search, CompiledSearch):
             arguments = BeamArguments(size, penalty, extra, n_best, settings.stop_rule == "first", sampling)
             if sampling is not None:
                 arguments = arguments._replace(beam_size=1)
-            answers, _ = self.search.search(*given, arguments, lines, finished=finished)
+            answers, _ = self.search.search(*given, arguments, numbers, finished=finished)
         else:
             with torch.inference_mode():  # a little faster than torch.no_grad
                 if sampling is None:
                     answers = self.search.beam(*given, size, penalty, extra, n_best, settings.stop_rule)
                 elif hasattr(self.search, "sample"):
-                    answers = self.search.sample(*given, lines, sampling, extra, penalty)
+                    answers = self.search.sample(*given, numbers, sampling, extra, penalty)
                 else:
                     raise InputError(f"{self.name}: was exported by a version without sampling; export it again")
             finished(len(sources))
@@ -282,55 +241,9 @@ class Translator(LineTranslator):
         ]
         results = [
             # A length of 0 marks a hypothesis that does not exist.
-            [hypothesis for hypothesis in hypotheses[start : start + n_best] if hypothesis.num_tokens]
-            for start in range(0, len(hypotheses), n_best)
+            [hypothesis for hypothesis in hypotheses[start : start + options.n_best] if hypothesis.num_tokens]
+            for start in range(0, len(hypotheses), options.n_best)
         ]
         if not all(results):
             raise InputError(f"{self.name}: its scores are not finite; choose a checkpoint with finite weights")
         return results
-
-
-def load_translator(checkpoint: Path, options: SearchOptions, *, searches: bool = True) -> Translator:
-    """Load a checkpoint for translation, on the GPU if there is one.
-
-    Args:
-        checkpoint: a checkpoint or a run folder.
-        options: search settings in place of the recipe's.
-        searches: whether the network is made faster for searches. The compiled search scores nothing.
-
-    Raises:
-        InputError: the checkpoint cannot be read, or a setting is out of bounds.
-    """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return load_on_device(announced_checkpoint(checkpoint), device, options, searches=searches)
-
-
-def announced_checkpoint(checkpoint: Path) -> Path:
-    """Return the checkpoint that a path stands for, and print it on standard error.
-
-    Raises:
-        InputError: there is none.
-    """
-    from pipeline.checkpointing.checkpoint import resolve_checkpoint
-
-    path = resolve_checkpoint(checkpoint)
-    print(f"using {path}", file=sys.stderr)
-    return path
-
-
-def load_on_device(path: Path, device: str, options: SearchOptions, *, searches: bool = True) -> Translator:
-    """Load a checkpoint file on a device; see `load_translator`."""
-    from pipeline.checkpointing.checkpoint import load_model
-
-    model = load_model(path)
-    settings, tokenizer = options.in_place_of(model.decoding), model.tokenizer
-    ids = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
-    return Translator(
-        choose_search(device, model.network, *ids) if searches else model.network,
-        tokenizer,
-        settings,
-        max_source_tokens=LONGEST,
-        device=device,
-        name=str(path),
-        recipe=model.recipe,
-    )

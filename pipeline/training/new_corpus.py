@@ -4,11 +4,10 @@ import json
 import sys
 from pathlib import Path
 
-from data_module.corpus.manifest import TOKENIZER_NAME, numbers, summary
+from data_module.corpus.manifest import numbers, summary
 from data_module.corpus.preparation import prepare
-from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.config.recipe import Recipe
-from pipeline.inference.pieces import piece_report
+from pipeline.inference.pieces import corpus_report
 
 
 def prepare_and_report(recipe: Recipe, init_from: Path | None, force: bool) -> None:
@@ -27,8 +26,7 @@ def prepare_and_report(recipe: Recipe, init_from: Path | None, force: bool) -> N
 
         tokenizer = load_initial_weights(init_from, recipe).tokenizer
     manifest = prepare(recipe.corpus, tokenizer, force=force)
-    learned = Tokenizer.load(recipe.corpus_folder() / TOKENIZER_NAME).also_seen(tokenizer)
-    for line, _ in piece_report(recipe.corpus, learned):
+    for line, _ in corpus_report(recipe.corpus, tokenizer):
         print(line, file=sys.stderr)
     print(f"{summary(manifest)}\nthe corpus is in {recipe.corpus.folder}", file=sys.stderr, flush=True)
     print(json.dumps({"folder": recipe.corpus.folder, **numbers(manifest)}))

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from data_module.errors import SCRIPTS
 from data_module.settings import CorpusSettings
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.checkpointing.run_folder import RunFolder, count_start
-from pipeline.inference.pieces import piece_report
+from pipeline.inference.pieces import corpus_report
 from pipeline.runtime import signals
 from pipeline.runtime.backend import choose_backend
 from pipeline.runtime.compiled_code import start_compiler
@@ -83,8 +82,7 @@ def ensure_corpus(settings: CorpusSettings, tokenizer: Tokenizer | None = None) 
         return manifest
     with signals.default_signals():
         manifest = prepare(settings, tokenizer)
-        learned = Tokenizer.load(Path(settings.folder) / TOKENIZER_NAME).also_seen(tokenizer)
-        for line, _ in piece_report(settings, learned):
+        for line, _ in corpus_report(settings, tokenizer):
             say(line)
     say(summary(manifest))
     return manifest

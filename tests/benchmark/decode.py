@@ -32,8 +32,8 @@ from pipeline.benchmark.decode import (
 from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
 from pipeline.commands.benchmark import add_decode_arguments, checked_sentences
 from pipeline.export.ctranslate2_model import write_ctranslate2
+from pipeline.inference.loading import load_translator
 from pipeline.inference.options import SearchOptions
-from pipeline.inference.translator import load_translator
 
 BATCH_TOKENS = 4096
 """Upper bound on the padded source tokens of a batch, for both."""
@@ -111,10 +111,10 @@ _translate: Translate
 def _start_ours(checkpoint: Path, options: SearchOptions, sentences: list[str]) -> dict[str, Any]:
     """Load the checkpoint, warm up, and return what is measured."""
     global _translate
-    translator = load_translator(checkpoint, options)
-    _translate = timed_translate(translator)
+    translator = load_translator(checkpoint)
+    _translate = timed_translate(translator, options)
     _translate(spread(sentences, WARM_UP_SENTENCES))
-    return about(translator, sentences)
+    return about(translator, options, sentences)
 
 
 def _start_baseline(folder: Path, settings: dict[str, Any], sentences: list[str]) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.inference.loading import load_translator
 from pipeline.inference.options import SearchOptions
-from pipeline.inference.translator import load_translator
 from tests.conftest import ROOT
 
 
@@ -34,7 +34,7 @@ def test_figures_beside_a_baseline(trained_run: Path, tiny_corpus: Path, tmp_pat
     assert figures["sentences"] == 20  # empty lines are not translated
     assert (figures["beam_size"], figures["length_penalty"], figures["threads"]) == (1, 0.6, 1)
     assert figures["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
-    found = load_translator(trained_run, SearchOptions(1)).translate(lines)
+    found = load_translator(trained_run).translate(lines, SearchOptions(1))
     num_tokens = sum(translation.hypotheses[0].num_tokens for translation in found)
     assert figures["target_tokens_per_second"] * figures["seconds"] == pytest.approx(num_tokens, rel=1e-3)
     for one in (figures, figures["ctranslate2"]):

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from model.decoding import BeamSearch
-from pipeline.export.torchscript import load_torchscript, write_torchscript
+from pipeline.export.torchscript import write_torchscript
+from pipeline.inference.loading import load_torchscript
 from tests.model.search_truth import (
     BOS,
     EOS,

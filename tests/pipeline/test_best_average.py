@@ -22,7 +22,7 @@ from pipeline.checkpointing.run_folder import (
     step_of,
     step_path,
 )
-from pipeline.commands import average as command
+from pipeline.commands import averaging as command
 from pipeline.inference.metrics import METRICS, ExactMatch
 from pipeline.monitoring.run_metadata import final_metrics
 from tests.conftest import refusal

@@ -27,7 +27,7 @@ from model.transformer import Transformer
 from pipeline.checkpointing.checkpoint import load_model, metadata, read_checkpoint
 from pipeline.checkpointing.resume_point import read_resume_point
 from pipeline.config.recipe import load_recipe, recipe_from_dict
-from pipeline.export.bundle import _settings_of
+from pipeline.inference.loading import _recipe_of
 from pipeline.training.marian_import import load_marian
 from tests.conftest import refusal, tiny_recipe
 
@@ -301,7 +301,7 @@ def test_a_crafted_card(tmp_path: Path, name: str) -> None:
     text, words = CARDS[name]
     (tmp_path / "card.json").write_text(text)
     with pytest.raises(InputError) as error:
-        _settings_of(tmp_path / "card.json")
+        _recipe_of(tmp_path / "card.json")
     assert words in str(error.value)
 
 

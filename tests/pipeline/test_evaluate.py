@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import pytest
 import sacrebleu
 
+from model.settings import DecodingSettings
 from pipeline.__main__ import main
-from pipeline.inference import evaluation_text, translator
+from pipeline.inference import evaluation
 from pipeline.inference.evaluation_text import EvaluationText, TextPart
 from pipeline.inference.metrics import METRICS
 from pipeline.inference.options import Prefixes, SearchOptions
@@ -22,14 +23,16 @@ from tests.pipeline.test_metrics import Lines
 class Repeat:
     """Gives each sentence back; the one named `other` leaves the full stop out."""
 
-    settings = SimpleNamespace(beam_size=1, length_penalty=0.6, stop_rule="exact")
+    settings = DecodingSettings(beam_size=1)
     prefixes, max_source_tokens = Prefixes(), None
     recipe: ClassVar[dict[str, Any]] = {"corpus": {"target_language": "en"}, "run": {"bleu_tokenizer": None}}
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.asked: list[SearchOptions] = []
 
-    def translate(self, sentences: list[str], *, finished: Any) -> list[Any]:
+    def translate(self, sentences: list[str], options: SearchOptions, *, finished: Any) -> list[Any]:
+        self.asked.append(options)
         drops = self.name == "other"
         texts = [line.removesuffix(" .") if drops else line for line in sentences]
         return [SimpleNamespace(text=text, defects=Defects()) for text in texts]
@@ -37,7 +40,7 @@ class Repeat:
 
 @pytest.fixture
 def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    monkeypatch.setattr(translator, "load_translator", lambda path, *_, **__: Repeat(str(path)))
+    monkeypatch.setattr(evaluation, "load_translator", lambda path: Repeat(str(path)))
 
     def evaluate(lines: int, *options: str) -> Any:
         text = tmp_path / "text"
@@ -83,7 +86,7 @@ def test_the_language_chooses_bleu(
 ) -> None:
     """Without the packages for Korean, characters count; all scores and the comparison are on the same tokens."""
     monkeypatch.setitem(sys.modules, "mecab_ko", None)
-    monkeypatch.setattr(translator, "load_translator", lambda path, *_, **__: Repeat(str(path)))
+    monkeypatch.setattr(evaluation, "load_translator", lambda path: Repeat(str(path)))
     monkeypatch.setitem(Repeat.recipe["corpus"], "target_language", language)
     text = tmp_path / "text"
     text.write_text("二匹の犬が雪の中を走っている .\n" * 3, encoding="utf-8")
@@ -111,7 +114,8 @@ class SeveralLanguages(Repeat):
             self.prefixes = Prefixes((">>de<<",), (">>de<<",), False)
         self.seen: list[str] = []
 
-    def translate(self, sentences: list[str], *, finished: Any) -> list[Any]:
+    def translate(self, sentences: list[str], options: SearchOptions, *, finished: Any) -> list[Any]:
+        self.asked.append(options)
         self.seen = sentences
         texts = [line.removeprefix(">>de<< ").removeprefix(">>fr<< ") for line in sentences]
         defects = [Defects(lacks_prefix=self.prefixes.is_missing(line)) for line in sentences]
@@ -135,10 +139,10 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Several
     corpus["target_language"] = "en"
     loaded = {}
 
-    def load(path: Path, *_: Any, **__: Any) -> SeveralLanguages:
+    def load(path: Path) -> SeveralLanguages:
         return loaded.setdefault(str(path), SeveralLanguages(str(path), corpus))
 
-    monkeypatch.setattr(translator, "load_translator", load)
+    monkeypatch.setattr(evaluation, "load_translator", load)
     return loaded
 
 
@@ -195,23 +199,23 @@ def test_a_prefix_for_files(
 
 
 def test_options_reach_the_test_set_and_the_other_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, options = [], []
+    asked, loaded = [], []
     corpus = {"source_language": "de", "target_language": "en"}
 
-    def load(path: Path, given: SearchOptions, **_: Any) -> SeveralLanguages:
-        options.append(given)
-        return SeveralLanguages(str(path), corpus)
+    def load(path: Path) -> SeveralLanguages:
+        loaded.append(SeveralLanguages(str(path), corpus))
+        return loaded[-1]
 
     def read(*given: str) -> EvaluationText:
         asked.append(given)
         return EvaluationText("set", [TextPart("set", given[-1], ["A b"], ["A b"])])
 
-    monkeypatch.setattr(translator, "load_translator", load)
-    monkeypatch.setattr(evaluation_text, "text_of_test_set", read)
+    monkeypatch.setattr(evaluation, "load_translator", load)
+    monkeypatch.setattr(evaluation, "text_of_test_set", read)
     given = ["--beam", "3", "--length-penalty", "0.2", "--stop-rule", "first", "--prefix", ">>de<<"]
     assert main(["evaluate", "this", "--versus", "other", "--test-set", "wmt14/full", *given]) == 0
     assert asked == [("wmt14/full", "de", "en", ">>de<<")]
-    assert options == [SearchOptions(3, 0.2, "first")] * 2
+    assert [model.asked for model in loaded] == [[SearchOptions(3, 0.2, "first")]] * 2
 
 
 def test_one_source_is_scored_as_a_whole(

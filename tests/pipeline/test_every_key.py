@@ -26,8 +26,7 @@ from model.transformer import LearnedPositions, Transformer
 from pipeline.checkpointing.checkpoint import write_atomic
 from pipeline.config.recipe import Recipe, recipe_from_dict
 from pipeline.config.settings import TRAINER_KEYS
-from pipeline.inference.options import SearchOptions
-from pipeline.inference.translator import load_translator
+from pipeline.inference.loading import load_translator
 from pipeline.runtime.devices import best_precision
 from pipeline.training.graceful_stop import MARGIN_SECONDS
 from pipeline.training.start import Start
@@ -307,7 +306,7 @@ def arguments_of_search(built: Built) -> list[Any]:
     contents = {"state_dict": weights, "global_step": 0}
     built.callbacks["CheckpointCallback"].on_save_checkpoint(built.trainer, built.module, contents)
     write_atomic(contents, Path("one.ckpt"))
-    translator = load_translator(Path("one.ckpt"), SearchOptions())
+    translator = load_translator(Path("one.ckpt"))
     given: list[Any] = []
     search = translator.search.beam
     translator.search.beam = lambda *arguments: given.extend(arguments) or search(*arguments)

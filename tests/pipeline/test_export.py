@@ -20,13 +20,13 @@ from model.transformer import Transformer
 from pipeline.__main__ import main
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export import exported_program, torchscript
-from pipeline.export.bundle import load_checkpoint_or_bundle
-from pipeline.export.bundle_folder import FILES, ON_REQUEST, bundle_of
+from pipeline.export.bundle_folder import FILES, ON_REQUEST
 from pipeline.export.bundle_writer import bundle_files, write_bundle
 from pipeline.export.card import readme
 from pipeline.export.formats import FORMATS
 from pipeline.export.parity import Text
-from pipeline.inference.options import SearchOptions
+from pipeline.inference.bundle_folder import bundle_of
+from pipeline.inference.loading import load_torchscript, load_translator
 from pipeline.inference.translator import Translator
 from tests.conftest import refusal
 from tests.model.search_truth import VOCABULARY_SIZE, random_network
@@ -81,7 +81,7 @@ def test_every_format_agrees_for_each_shape(tokenizer: Tokenizer, tmp_path: Path
     parity = json.loads((tmp_path / "parity.json").read_text())
     assert [*parity["model.ts"]] == ["size_bytes", "float32", "bfloat16"]
     assert parity["model.ts"]["float32"]["equal"] == len(TEXT.sources)
-    search = torchscript.load_torchscript(tmp_path / "model.ts")
+    search = load_torchscript(tmp_path / "model.ts")
     source = torch.randint(4, VOCABULARY_SIZE, (1, 1100))
     if shape != "learned":
         # Positions beyond those in training: sinusoids have no limit.
@@ -171,7 +171,7 @@ def test_the_programs_of_the_readme_stop_as_the_recipe_says(
 def test_bad_input_to_the_exported_module(tokenizer: Tokenizer, tmp_path: Path) -> None:
     model = make_model(tokenizer)
     torchscript.write_torchscript(model.network, tokenizer, '{"format_version": 2}', tmp_path / "model.ts")
-    search = torchscript.load_torchscript(tmp_path / "model.ts")
+    search = load_torchscript(tmp_path / "model.ts")
     for source, said in (
         (torch.zeros(0, 3, dtype=torch.int64), "one or more of each"),
         (torch.zeros(2, 0, dtype=torch.int64), "one or more of each"),
@@ -249,7 +249,7 @@ def test_a_run_is_no_bundle_whatever_is_planted_in_it(trained_run: Path, bundle:
     assert bundle_of(bundle) == bundle_of(bundle / "model.ts") == bundle
     assert bundle_of(run) is None
     with pytest.raises(InputError, match=r"model\.ts: cannot be read as a checkpoint"):
-        load_checkpoint_or_bundle(run / "model.ts", SearchOptions())
+        load_translator(run / "model.ts")
     assert refusal("export", trained_run, run, "--force").endswith("is not empty and not a bundle; give another folder")
     # A link to nothing is an entry, too.
     for name in ("config.yaml", "checkpoints"):
@@ -259,4 +259,4 @@ def test_a_run_is_no_bundle_whatever_is_planted_in_it(trained_run: Path, bundle:
             shutil.copy(bundle / file, folder)
         (folder / name).symlink_to("nothing")
         with pytest.raises(InputError, match="holds no checkpoint"):
-            load_checkpoint_or_bundle(folder, SearchOptions())
+            load_translator(folder)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from data_module.errors import InputError
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
 from pipeline.__main__ import main
@@ -19,10 +20,10 @@ from pipeline.checkpointing.checkpoint import (
     resolve_checkpoint,
     write_atomic,
 )
-from pipeline.commands import score
-from pipeline.inference import scoring
+from pipeline.inference import scoring, text_scoring
 from pipeline.inference.pieces import encode_sources
 from pipeline.inference.scoring import Scorer, align_words
+from pipeline.inference.text_io import Pair
 from pipeline.inference.translator import EMPTY, Translator
 from pipeline.training.marian_import import load_marian
 from tests.conftest import pipeline, refusal, sentences
@@ -91,7 +92,7 @@ def test_scores_are_those_of_teacher_forcing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """In order, over windows and batches of several lengths; a pair of empty lines has no tokens."""
-    monkeypatch.setattr(score, "CHUNK", 7)
+    monkeypatch.setattr(text_scoring, "CHUNK", 7)
     model = {"run": trained_run, "bundle": bundle}[kind]
     rows = run(capsys, model, "--source", texts[0], "--target", texts[1])
     expected = truths(trained, SOURCES, TARGETS)
@@ -133,7 +134,7 @@ def test_each_side_has_its_tokenizer(marian: Path) -> None:
 def test_warnings_name_lines(
     trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(score, "CHUNK", 2)
+    monkeypatch.setattr(text_scoring, "CHUNK", 2)
     source = write(tmp_path / "source", ["the dog", "a cat", "a ☃", "the▁dog"])
     target = write(tmp_path / "target", ["the dog", "a cat " * 700, "a cat", "☃"])
     source.write_bytes(source.read_bytes() + b"\xff\n")
@@ -310,9 +311,9 @@ def test_alignments_do_not_count_the_prefix(monkeypatch: pytest.MonkeyPatch) -> 
 
         def print_warnings(self) -> None: ...
 
-    monkeypatch.setattr(scoring, "Scorer", Fake)
+    monkeypatch.setattr(text_scoring, "Scorer", Fake)
     models: Any = [None]
-    [found] = score.score_windows(iter([score.Pair(1, "a b", "c d")]), models, "<x>", True, 1)
+    [found] = text_scoring.score_windows(iter([Pair(1, "a b", "c d")]), models, "<x>", True, 1)
     assert (read, found.alignment) == (["<x> a b"], [(1, 1)])
 
 
@@ -327,7 +328,7 @@ def test_mistakes(
     source, target = texts
     short, empty, words = write(tmp_path / "short", TARGETS[:-1]), write(tmp_path / "empty", []), tmp_path / "words"
     same = with_languages(trained, tmp_path / "same.ckpt", "en", "de")
-    monkeypatch.setattr(score, "CHUNK", 2)  # something would have been printed before the texts' ends
+    monkeypatch.setattr(text_scoring, "CHUNK", 2)  # something would have been printed before the texts' ends
     given = [trained_run, "--source", source, "--target"]
     for changed, expected in (
         ([*given, short], f"{short} ends after {len(SOURCES) - 1} lines and the other goes on"),
@@ -358,7 +359,7 @@ def test_another_vocabulary_matters_only_where_tokens_are_compared(trained: Trai
             self.tokenizer = used
 
     one, other = Model(trained.tokenizer), Model(tokenizer)
-    with pytest.raises(score.InputError, match="has another vocabulary"):
-        score.check_reverse(one, other, compares_tokens=True)  # type: ignore[arg-type]
-    score.check_reverse(one, other, compares_tokens=False)  # type: ignore[arg-type]
-    score.check_reverse(one, one, compares_tokens=True)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="has another vocabulary"):
+        text_scoring.check_reverse(one, other, compares_tokens=True)  # type: ignore[arg-type]
+    text_scoring.check_reverse(one, other, compares_tokens=False)  # type: ignore[arg-type]
+    text_scoring.check_reverse(one, one, compares_tokens=True)  # type: ignore[arg-type]

@@ -13,12 +13,12 @@ import pytest
 from data_module import files
 from data_module.errors import InputError
 from pipeline.__main__ import parse
-from pipeline.commands import translate as command
 from pipeline.inference import shards as module
-from pipeline.inference.options import Prefixes
-from pipeline.inference.shards import MANIFEST, Shards
+from pipeline.inference import text_translation
+from pipeline.inference.options import Prefixes, SearchOptions
+from pipeline.inference.shards import MANIFEST, Shards, Task
 from pipeline.inference.text_io import CHUNK, Defects
-from pipeline.inference.translator import EMPTY, Chunk, LineTranslator, Translation
+from pipeline.inference.translator import EMPTY, Translation, Translator
 from tests.conftest import pipeline, refusal, sentences
 
 SIZE, NUM_LINES = 4, 23
@@ -32,8 +32,10 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Shar
     (tmp_path / "model").write_text("weights")
     (tmp_path / "text").write_text("".join(f"line {number}\n" for number in range(1, NUM_LINES + 1)))
 
-    def start(**options: Any) -> Shards:
-        return Shards(tmp_path / "text", tmp_path / "output", SIZE, tmp_path / "model", {"n_best": None, **options})
+    def start(number: int = 0, num_processes: int = 1, **options: Any) -> Shards:
+        compared = {"n_best": None, **options}
+        task = Task(tmp_path / "text", tmp_path / "output", SIZE, compared, num_processes)
+        return Shards(task, tmp_path / "model", number)
 
     return start
 
@@ -46,7 +48,7 @@ def translate(shards: Shards, runs: Runs, log: list[int]) -> Iterator[None]:
     for first, lines in runs:
         for number, line in enumerate(lines, first):
             log.append(number)
-            shards.write(number, f"{number}\t{line.upper()}\n" * (1 if shards._one_translation else 2))
+            shards.write(number, f"{number}\t{line.upper()}\n" * (shards._task.options["n_best"] or 1))
             yield
 
 
@@ -69,18 +71,19 @@ def check(folder: Path) -> None:
 def test_processes_share_the_shards(
     start: Callable[..., Shards], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tasks of an array begin in different places; each line is translated once, and all see the output at the end."""
+    """Tasks of an array, and their processes, begin in different places; each line is translated once, and all see the
+    output at the end."""
     firsts, parts, log = [], [], []
-    for task in range(3):
-        for name, value in (("ID", 5 + task), ("MIN", 5), ("COUNT", 3)):
+    for task, number in ((0, 0), (0, 1), (1, 0)):
+        for name, value in (("ID", 5 + task), ("MIN", 5), ("COUNT", 2)):
             monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", str(value))
-        shards = start()
+        shards = start(number, 2)
         runs = iter(shards.runs())
         run = next(runs)
         firsts.append(run[0])
         parts.append(translate(shards, chain([run], runs), log))
         next(parts[-1])  # It has its first shard before another process begins.
-    assert firsts == [1, 2 * SIZE + 1, 4 * SIZE + 1]
+    assert firsts == [1, SIZE + 1, 3 * SIZE + 1]
     with ThreadPoolExecutor() as pool:
         list(pool.map(list, parts))
     assert sorted(log) == list(range(1, NUM_LINES + 1))
@@ -230,26 +233,27 @@ def test_all_options_that_translations_depend_on_are_compared() -> None:
     _, arguments = parse("translate", ["model"])
     compared = {"prefix", "beam", "length_penalty", "stop_rule", "n_best", "scores"}
     compared |= {"sample", "temperature", "top_k", "top_p", "seed"}
-    assert vars(arguments).keys() - command._NOT_IN_TRANSLATIONS == compared
+    assert vars(arguments).keys() - text_translation._NOT_IN_TRANSLATIONS == compared
 
 
 def test_a_sample_is_drawn_by_the_line_of_the_whole_text() -> None:
     """Not by that of the shards which a process has taken."""
     firsts = []
 
-    class Numbers(LineTranslator):
+    class Numbers(Translator):
         prefixes, max_source_tokens = Prefixes(), None
 
-        def _translate_chunks(self, chunks: Iterator[Chunk], bar: Any) -> Iterator[list[Translation]]:
-            for chunk in chunks:
-                firsts.append(chunk.first)
-                yield [Translation([EMPTY], Defects()) for _ in chunk.lines]
+        def __init__(self) -> None: ...
+
+        def translate(self, sentences: list[str], options: Any, first: int = 1, **_: Any) -> list[Translation]:
+            firsts.append(first)
+            return [Translation([EMPTY], Defects()) for _ in sentences]
 
     _, arguments = parse("translate", ["model", "--sample"])
     runs = [(1, ["a", "b"]), (4097, ["c", "d", "e"])]
-    numbers = [number for number, _ in command._translated(arguments, Numbers(), runs, 2)]
+    translated = text_translation._translated(arguments, SearchOptions(), Numbers(), runs, chunk=2)
+    assert [number for number, _ in translated] == [1, 2, 4097, 4098, 4099]
     assert firsts == [1, 4097, 4099]
-    assert numbers == [1, 2, 4097, 4098, 4099]
 
 
 @pytest.mark.two_processors
@@ -265,9 +269,10 @@ def test_the_output_is_that_of_one_process(trained_run: Path, tmp_path: Path) ->
     shared = pipeline(*command, *output, "--devices", 2)
     assert (shared.returncode, shared.stdout) == (0, b""), shared.stderr
     assert (tmp_path / "output").read_bytes() == plain.stdout
-    messages = shared.stderr.decode().splitlines()
-    assert messages[1] == f"{tmp_path / 'output'}: has the translations of all {len(lines):,} lines"
-    assert messages[2].startswith(f"line {len(lines)}: U+2581 ")
+    _using, *messages = shared.stderr.decode().splitlines()
+    first, second = sorted(messages)
+    assert first == f"{tmp_path / 'output'}: has the translations of all {len(lines):,} lines"
+    assert second.startswith(f"line {len(lines)}: U+2581 ")
     other = ("--output", tmp_path / "output", "--shard-lines", 2 * CHUNK, "--length-penalty", 0)
     assert "was begun with another shard_lines, length_penalty (see " in refusal(*command, *other)
     manifest = json.loads((tmp_path / "output.shards" / MANIFEST).read_text())

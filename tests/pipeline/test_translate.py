@@ -17,10 +17,9 @@ from tqdm import tqdm
 
 import pipeline as pipeline_api
 from model.sampling import Sampling
-from model.settings import DecodingSettings
-from pipeline.__main__ import main, parse
-from pipeline.commands.translate import _translator
+from pipeline.__main__ import main
 from pipeline.inference import translator
+from pipeline.inference.options import SearchOptions
 from pipeline.inference.text_io import CHUNK, count_lines, progress_bar, read_sentences, sentences
 from pipeline.inference.translator import Hypothesis, Translation, Translator
 from tests.conftest import ROOT, pipeline, refusal
@@ -117,16 +116,18 @@ def test_n_best_with_scores(trained_run: Path, tmp_path: Path, capsys: pytest.Ca
     assert float(translate("--length-penalty", "0")[0][0]) < float(best[0][0])
 
 
-def test_search_options_reach_the_search(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_options_reach_the_search(
+    trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["--beam", "3", "--length-penalty", "1.2", "--stop-rule", "first"]
-    _, arguments = parse("translate", [str(trained_run), *options])
-    with _translator(arguments, one_process=True) as found:
-        assert found.settings == DecodingSettings(beam_size=3, length_penalty=1.2, stop_rule="first")
-    text = tmp_path / "text"
+    text, asked = tmp_path / "text", []
     text.write_text("the dog sees a cat\n")
     assert main(["evaluate", str(trained_run), "--source", str(text), "--reference", str(text), *options]) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [figures[name] for name in ("beam_size", "length_penalty", "stop_rule")] == [3, 1.2, "first"]
+    monkeypatch.setattr(Translator, "translate", lambda self, lines, options, *_, **__: asked.append(options) or [])
+    assert main(["translate", str(trained_run), "--source", str(text), *options, "--n-best", "2"]) == 0
+    assert asked == [SearchOptions(3, 1.2, "first", 2)]
 
 
 @pytest.mark.two_processors
@@ -149,7 +150,7 @@ def test_samples_depend_on_the_seed_and_the_number_of_the_line_alone(
     assert model.translate(text[:9], sample=settings) == lines[:9]
     assert [one.text for one in model.translate(text[:9], 1, sample=settings)[8]] == [lines[8]]
     assert model.translate(text[:9], sample=settings._replace(seed=4)) != lines[:9]
-    rest = model._translator.translate_lines(text[-40:], 7, sampling=settings, first=len(text) - 39)
+    rest = model._translator.translate_lines(text[-40:], 7, SearchOptions(sampling=settings), len(text) - 39)
     assert [one.text for one in rest] == lines[-40:]
     # TorchScript rounds otherwise, which rarely matters.
     others = pipeline_api.load(bundle).translate(text[:200], sample=settings)
@@ -249,15 +250,14 @@ import ctypes, sys
 from pathlib import Path
 import torch
 from model.fast.packed_linear import PackedLinear
-from pipeline.inference.options import SearchOptions
-from pipeline.inference.translator import load_translator
+from pipeline.inference.loading import load_translator
 
 class Mallinfo(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in "arena a b c mapped d e used f g".split()]
 
 libc = ctypes.CDLL(None)
 libc.mallinfo2.restype = Mallinfo
-load_translator(Path(sys.argv[1]), SearchOptions())
+load_translator(Path(sys.argv[1]))
 layer = PackedLinear(torch.ones(512, 512), None)
 for first in (8, 48, 88):
     for rows in range(first, first + 40):

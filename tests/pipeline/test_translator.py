@@ -12,6 +12,7 @@ from model.decoding import BeamSearch
 from model.sampling import Sampling
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import PaddedTransformer, Transformer
+from pipeline.inference.options import SearchOptions
 from pipeline.inference.pieces import encode_sources
 from pipeline.inference.scoring import score_targets
 from pipeline.inference.text_io import Defects
@@ -57,7 +58,9 @@ def test_translations_have_the_order_of_the_sentences_for_any_batch_size(tokeniz
         expected.append((tokenizer.decode(rows), scores[0].tolist(), lengths[0].tolist()))
     assert len({texts[0] for texts, _, _ in expected}) > 20
     for batch_tokens in (1, 60, 4096):
-        translations = Translator(network, tokenizer, SETTINGS, batch_tokens=batch_tokens).translate(sentences, 2)
+        translations = Translator(network, tokenizer, SETTINGS, batch_tokens=batch_tokens).translate(
+            sentences, SearchOptions(n_best=2)
+        )
         for translation, (texts, scores, lengths) in zip(translations, expected, strict=True):
             assert [one.text for one in translation.hypotheses] == texts
             assert [one.score for one in translation.hypotheses] == pytest.approx(scores, abs=1e-4)
@@ -113,18 +116,18 @@ def test_weights_that_are_not_finite_are_refused(tokenizer: Tokenizer) -> None:
         with pytest.raises(InputError, match="runs/nan: its scores are not finite; choose a checkpoint"):
             translator.translate(make_sentences(3))
     with pytest.raises(InputError, match="its scores are not finite"):
-        translator.translate(make_sentences(3), sampling=Sampling())
+        translator.translate(make_sentences(3), SearchOptions(sampling=Sampling()))
     lines = make_sentences(3)
     ids, _ = encode_sources(tokenizer, lines, None)
     with pytest.raises(InputError, match="runs/nan: its scores are not finite"):
-        score_targets(translator, PaddedTransformer(network), lines, ids, ids)
+        score_targets(translator, PaddedTransformer(network), 0.6, lines, ids, ids)
 
 
 def test_a_bundle_of_an_earlier_version_cannot_sample(tokenizer: Tokenizer) -> None:
     translator = Translator(make_network(tokenizer), tokenizer, SETTINGS, name="exports/old")
     translator.search = SimpleNamespace(beam=None)
     with pytest.raises(InputError, match="exports/old: was exported by a version without sampling; export it again"):
-        translator.translate(["ein hund"], sampling=Sampling())
+        translator.translate(["ein hund"], SearchOptions(sampling=Sampling()))
 
 
 def test_translations_have_no_line_breaks(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +169,7 @@ def test_a_translation_may_be_any_bytes_and_a_source_cut_within_a_character() ->
     # With random weights, most pieces of the translations are bytes.
     translator = Translator(make_network(tokenizer), tokenizer, SETTINGS, max_source_tokens=5)
     sentences = ["😀" * length for length in range(1, 4)] + ["<b>läuft</b> 👩🏽‍💻", "", "ΑΒΓ\u2028"]
-    translations = translator.translate(sentences, 3)
+    translations = translator.translate(sentences, SearchOptions(n_best=3))
     assert [len(one.hypotheses) for one in translations] == [3, 3, 3, 3, 1, 3]
     texts = [hypothesis.text for one in translations for hypothesis in one.hypotheses]
     assert any("\ufffd" in text for text in texts)

@@ -1,0 +1,122 @@
+"""What `average` does: it chooses checkpoints of a run and writes the mean of their weights."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from data_module.errors import InputError
+from pipeline.checkpointing.checkpoint import Checkpoint, average, read_checkpoint, write_atomic
+from pipeline.checkpointing.run_folder import (
+    METRICS,
+    around_best_checkpoints,
+    around_best_path,
+    best_by,
+    best_path,
+    is_valid,
+    nearest_steps,
+    read_metrics,
+    step_checkpoints,
+    step_of,
+)
+from pipeline.config.settings import validation_tag
+from pipeline.inference.metrics import mode_of, title_and_score
+
+
+def write_average(run: Path, option: str, count: int, output: Path) -> None:
+    """Write the average of `count` checkpoints, and print which these are.
+
+    Args:
+        run: a run folder.
+        option: "last" for the newest checkpoints, "best" for those around the best validation.
+        count: number of checkpoints.
+        output: the file to write.
+
+    Raises:
+        InputError: there are fewer checkpoints, or no validation scores.
+    """
+    averaged = average_last(run, count) if option == "last" else average_best(run, count)
+    write_atomic(averaged, output)
+    print(f"averaged {', '.join(averaged['averaged'])}", file=sys.stderr)
+
+
+def average_last(run: Path, count: int) -> dict[str, Any]:
+    """Return the average of the newest checkpoints.
+
+    Raises InputError when there are fewer.
+    """
+    paths = [path for path in step_checkpoints(run) if is_valid(path)]
+    require_enough(run, "--last", count, len(paths))
+    return average(paths[-count:])
+
+
+def average_best(run: Path, count: int) -> dict[str, Any]:
+    """Return the average of the checkpoints around the best validation, with the reasons of the choice in it.
+
+    Raises InputError when there are fewer checkpoints or no validation scores.
+    """
+    saved = saved_checkpoints(run)
+    require_enough(run, "--best", count, len(saved))
+    metric = best_by(run)
+    step, score = best_validation(run, metric)
+    print(f"best validation: step {step}: {title_and_score(metric, score)}", file=sys.stderr)
+    chosen = {saved[near]: near for near in nearest_steps(saved, step, count)}
+    selection = {
+        "option": f"--best {count}",
+        "run_step": max(saved),
+        "best_validation": {"step": step, metric: score},
+        "steps": list(chosen.values()),
+    }
+    return {**average(list(chosen), lambda path: read_saved(run, path, chosen[path])), "selection": selection}
+
+
+def saved_checkpoints(run: Path) -> dict[int, Path]:
+    """Return a run's complete checkpoints by step: the newest, those around the best validation, and the best one."""
+    # In this order, because `fit` moves checkpoints from the former to the latter.
+    steps = {step_of(path): path for path in step_checkpoints(run)}
+    steps = {step_of(path): path for path in around_best_checkpoints(run)} | steps
+    saved = {}
+    for step, path in steps.items():
+        if valid := next(filter(is_valid, (path, around_best_path(run, step))), None):
+            saved[step] = valid
+    best = best_path(run)
+    if is_valid(best):
+        # A validation need not be at a step that is saved.
+        saved.setdefault(read_checkpoint(best).step, best)
+    return saved
+
+
+def read_saved(run: Path, path: Path, step: int) -> Checkpoint:
+    """Return a checkpoint, also if `fit` has moved it to those around the best validation meanwhile.
+
+    Raises InputError when `fit` has removed or replaced it.
+    """
+    for candidate in (path, around_best_path(run, step)):
+        if is_valid(candidate):
+            checkpoint = read_checkpoint(candidate)
+            if checkpoint.step == step:
+                return checkpoint
+    raise InputError(f"{path}: fit has removed it since this command began; run the same command again")
+
+
+def best_validation(run: Path, metric: str) -> tuple[int, float]:
+    """Return step and score of the best validation that the run has logged.
+
+    Raises InputError when it has logged none, or when the metric is not registered.
+    """
+    best, key = (max if mode_of(metric) == "max" else min), validation_tag(metric)
+    scores = [(line["step"], float(line[key])) for line in read_metrics(run) if line.get(key) is not None]
+    if not scores:
+        raise InputError(f"{run}: {METRICS} has no validation scores to choose checkpoints by; give --last N")
+    return best(scores, key=lambda score: score[1])  # The first of equal ones, as for best.ckpt.
+
+
+def require_enough(run: Path, option: str, count: int, available: int) -> None:
+    """Raise InputError when there are fewer checkpoints than are to be averaged."""
+    if not available:
+        raise InputError(f"{run}: holds no checkpoint; give a run folder that fit wrote")
+    if count > available:
+        has = f"{available} valid checkpoint{'s' if available > 1 else ''}"
+        raise InputError(
+            f"{run}: has {has}, {option} is {count}; give {option} {available} or less, and keep more with "
+            "run.keep_last"
+        )

@@ -1,0 +1,37 @@
+"""What a bundle is on disk: its folder, the program in it and its card. A bundle is written in `pipeline/export`."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from data_module.errors import InputError
+from data_module.files import check_format, json_object
+
+PROGRAM_FILE = "model.ts"
+"""The file that translates, a program in TorchScript."""
+CARD_FILE = "card.json"
+START_OVER = "export it again"
+"""What to do with a bundle that this version cannot read."""
+
+
+def bundle_of(path: Path) -> Path | None:
+    """Return the folder of the bundle that a path names, the folder itself or its `model.ts`; None if it is none.
+
+    A run folder is none, whatever else is in it: `model.ts` is a program, and a run executes nothing.
+    """
+    folder = path.parent if path.name == PROGRAM_FILE else path
+    is_run = any(map(os.path.lexists, (folder / "config.yaml", folder / "checkpoints")))
+    return folder if not is_run and (folder / CARD_FILE).is_file() else None
+
+
+def parse_card(path: Path, text: str | bytes) -> dict[str, Any]:
+    """Return the card that a file holds.
+
+    Raises:
+        InputError: it is no card, or of another format.
+    """
+    card = json_object(text)
+    if card is None:
+        raise InputError(f"{path}: is no card of a bundle; {START_OVER}")
+    check_format(path, card.get("format_version"), START_OVER)
+    return card

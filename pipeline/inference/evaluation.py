@@ -1,0 +1,162 @@
+"""What `evaluate` does: it translates a text with one model or two, scores the translations and prints the scores."""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from data_module.errors import InputError
+from pipeline.inference.bleu_tokenizer import spacing_warning, tokenizer_of
+from pipeline.inference.evaluation_text import (
+    EvaluationText,
+    TextPart,
+    require_test_set,
+    text_of_recipe,
+    text_of_test_set,
+)
+from pipeline.inference.loading import load_translator
+from pipeline.inference.metrics import (
+    are_characters,
+    compare,
+    paper_score,
+    reference_warnings,
+    require_moses_language,
+    require_sacremoses,
+    score,
+)
+from pipeline.inference.options import SearchOptions
+from pipeline.inference.text_io import SentenceWarnings, output_file, progress_bar
+from pipeline.inference.translator import Translator
+
+TOKENIZED_LINES = 100
+"""Number of translations that must look tokenized for a warning; sacreBLEU's."""
+
+
+def evaluate(arguments: argparse.Namespace, options: SearchOptions, texts: tuple[list[str], list[str]] | None) -> None:
+    """Translate, score and print.
+
+    Args:
+        arguments: those of `evaluate`.
+        options: what is asked of the search.
+        texts: the lines of `--source` and `--reference`; None for another text.
+
+    Raises:
+        InputError: a model or its text cannot be read, or an option does not suit them.
+    """
+    # Before a checkpoint is loaded, so that a mistake is reported at once.
+    if arguments.test_set is not None:
+        require_test_set(arguments.test_set)
+    if arguments.paper:
+        require_sacremoses()
+    checkpoints = [arguments.checkpoint, *([arguments.versus] if arguments.versus else [])]
+    translators = [load_translator(path) for path in checkpoints]
+    translators[0].prefixes.check(arguments.prefix)
+    if texts is not None:
+        part = TextPart(str(arguments.source), arguments.prefix, *texts)
+        text = EvaluationText(str(arguments.reference), [part])
+    else:
+        text = text_of_model(translators[0], arguments)
+    references = text.references
+    tokenizer = scoring_tokenizer(translators[0], arguments, text)
+    hypotheses, *others = [translations(translator, text, options) for translator in translators]
+    for message in reference_warnings(references, hypotheses):
+        print(f"{text.name}: its lines {message}", file=sys.stderr)
+    if arguments.output:
+        with output_file(arguments.output) as file:
+            file.write("".join(line + "\n" for line in hypotheses).encode())
+    if sum(line.endswith(" .") for line in hypotheses) >= TOKENIZED_LINES and not are_characters(hypotheses):
+        print("the translations look tokenized: train on detokenized text for comparable scores", file=sys.stderr)
+    systems = list(zip([translator.name for translator in translators], [hypotheses, *others], strict=True))
+    language = translators[0].recipe["corpus"]["target_language"] if arguments.paper else None
+    sources = {}
+    for name, indices in text.by_source().items():
+        print(f"{name}:")
+        parts = [(system, [lines[i] for i in indices]) for system, lines in systems]
+        sources[name] = print_scores(parts, [references[i] for i in indices], tokenizer, language)
+    if sources:
+        print("all sources:")
+    figures = print_scores(systems, references, tokenizer, language)
+    settings = options.in_place_of(translators[0].settings)
+    figures |= {"sources": sources} if sources else {}
+    figures |= {"test_set": text.name} if arguments.test_set else {}
+    figures |= {name: getattr(settings, name) for name in ("beam_size", "length_penalty", "stop_rule")}
+    print(json.dumps({**figures, "checkpoint": translators[0].name}))
+
+
+def text_of_model(translator: Translator, arguments: argparse.Namespace) -> EvaluationText:
+    """Return the text of `--test-set` for the model's languages, or else the test text of its recipe.
+
+    Raises:
+        InputError: see `text_of_test_set`; the recipe names no text, or it cannot be read.
+    """
+    corpus = translator.recipe["corpus"]
+    if arguments.test_set is not None:
+        languages = corpus["source_language"], corpus["target_language"]
+        return text_of_test_set(arguments.test_set, *languages, arguments.prefix)
+    try:
+        return text_of_recipe(corpus)
+    except InputError as error:
+        raise InputError(f"{translator.name}: {error}") from None
+
+
+def translations(translator: Translator, text: EvaluationText, options: SearchOptions) -> list[str]:
+    """Return the translations of a text, and print what the user should know about its sentences."""
+    prefixes = translator.prefixes
+    if unknown := text.unknown_prefixes(prefixes):
+        print(f"{translator.name}: sources are without {' '.join(unknown)}, which it does not know", file=sys.stderr)
+    sources = text.sources(prefixes)
+    with progress_bar(len(sources)) as bar:
+        answers = translator.translate(sources, options, finished=bar.update)
+    warnings = SentenceWarnings(prefixes, translator.max_source_tokens, translator.name)
+    for number, answer in enumerate(answers, 1):
+        warnings.add(number, answer.defects)
+    warnings.print()
+    return [answer.text for answer in answers]
+
+
+def scoring_tokenizer(translator: Translator, arguments: argparse.Namespace, text: EvaluationText) -> str:
+    """Return BLEU's tokenizer by the checkpoint's recipe, and print what the user should know about it.
+
+    Raises:
+        InputError: the recipe's tokenizer is not installed, or `--paper` was not made for the language.
+    """
+    if arguments.paper:
+        require_moses_language(translator.recipe["corpus"]["target_language"])
+    tokenizer = tokenizer_of(translator.recipe)
+    if warning := spacing_warning(text.references, tokenizer):
+        print(f"{text.name}: its lines {warning}", file=sys.stderr)
+    return tokenizer
+
+
+def print_scores(
+    systems: list[tuple[str, list[str]]], references: list[str], tokenizer: str, language: str | None
+) -> dict[str, Any]:
+    """Print a line for each score of a text, and return the scores.
+
+    Args:
+        systems: name and translations of the evaluated checkpoint, and of that of `--versus`.
+        references: the references.
+        tokenizer: BLEU's.
+        language: the references' language code to add the scores of `--paper`; None to leave them out.
+    """
+    (_, hypotheses), *others = systems
+    figures = score(hypotheses, references, tokenizer)
+    if language is not None:
+        figures |= paper_score(hypotheses, references, language)
+    for name in [name for name in figures if f"{name}_interval" in figures]:
+        low, high = figures[f"{name}_interval"]
+        print(f"{name:20} {figures[name]:6.2f}  [{low:.2f}, {high:.2f}]  {figures[f'{name}_signature']}")
+    for checkpoint, other in others:
+        figures["versus"] = {"checkpoint": checkpoint, **compare(hypotheses, other, references, tokenizer)}
+        print_comparison(figures["versus"])
+    return {**figures, "sentences": len(references)}
+
+
+def print_comparison(versus: dict[str, Any]) -> None:
+    """Print one line for each metric that was compared."""
+    for name in [name for name in versus if f"{name}_difference" in versus]:
+        significant = "significant" if versus[f"{name}_difference_is_real"] else "not significant"
+        print(
+            f"{name:20} {versus[f'{name}_difference']:+6.2f}  against {versus[name]:.2f} of {versus['checkpoint']}: "
+            f"the difference is {significant} (paired bootstrap, p = {versus[f'{name}_p_value']:.3f})"
+        )

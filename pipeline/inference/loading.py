@@ -1,0 +1,123 @@
+"""The way from a path to what translates: a checkpoint, a run folder's or a bundle's network on a device."""
+
+import sys
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_module.errors import InputError
+from data_module.tokenization.tokenizer import Tokenizer
+from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
+from pipeline.config.recipe import Recipe, stored_settings
+from pipeline.inference.bundle_folder import CARD_FILE, PROGRAM_FILE, START_OVER, bundle_of, parse_card
+from pipeline.inference.translator import LONGEST, Translator
+from pipeline.runtime.backend import choose_search
+from pipeline.runtime.memory import limit_onednn_cache
+
+
+def load_translator(path: Path, device: str | None = None, *, searches: bool = True) -> Translator:
+    """Load what translates from a path.
+
+    Args:
+        path: a checkpoint, a run folder, or a bundle, whose `model.ts` is a program.
+        device: `cpu`, or a GPU as `cuda:0`; None for the GPU if there is one.
+        searches: whether the network is made faster for searches. On a CPU, it cannot score or align afterwards.
+
+    Raises:
+        InputError: the model cannot be read.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    file = chosen_file(path)
+    if (bundle := bundle_of(file)) is not None:
+        return _load_bundle(bundle, device)
+    model = load_model(file)
+    tokenizer = model.tokenizer
+    ids = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
+    if not searches:
+        limit_onednn_cache()
+    return Translator(
+        choose_search(device, model.network, *ids) if searches else model.network,
+        tokenizer,
+        model.decoding,
+        max_source_tokens=LONGEST,
+        device=device,
+        name=str(model.path),
+        recipe=model.recipe,
+    )
+
+
+def chosen_file(path: Path) -> Path:
+    """Return the checkpoint or the `model.ts` that a path stands for; say on standard error which, of a folder.
+
+    Raises:
+        InputError: there is none.
+    """
+    bundle = bundle_of(path)
+    file = resolve_checkpoint(path) if bundle is None else bundle / PROGRAM_FILE
+    if not file.is_file():
+        raise InputError(f"{bundle}: has no {file.name}, which translates; {START_OVER} with --format torchscript")
+    if file != path:
+        print(f"using {file}", file=sys.stderr)
+    return file
+
+
+def _load_bundle(folder: Path, device: str) -> Translator:
+    """Load `model.ts` of a bundle.
+
+    Raises:
+        InputError: a file is missing, damaged or of another format.
+    """
+    path = folder / PROGRAM_FILE
+    recipe, tokenizer_sha256 = _recipe_of(folder / CARD_FILE)
+    try:
+        search = load_torchscript(path, device)
+    except RuntimeError:
+        raise InputError(f"{path}: is damaged or not a TorchScript file; {START_OVER}") from None
+    tokenizer = None
+    with suppress(InputError):  # It is refused below.
+        tokenizer = Tokenizer.load(folder / "tokenizer.model")
+    if not tokenizer or (tokenizer.sha256, tokenizer.vocabulary_size) != (tokenizer_sha256, search.vocabulary_size):
+        raise InputError(f"{folder}: tokenizer.model, card.json and {path.name} do not belong together; {START_OVER}")
+    # The first call compiles, which threads must not do at the same time.
+    search.greedy(torch.tensor([[tokenizer.eos_id]], device=device), None, 0)
+    return Translator(
+        search,
+        tokenizer,
+        recipe.decoding,
+        max_source_tokens=LONGEST,
+        device=device,
+        name=str(path),
+        recipe=recipe.as_dict(),
+    )
+
+
+def _recipe_of(path: Path) -> tuple[Recipe, str]:
+    """Return the recipe in a bundle's card and the tokenizer's hash; raise InputError if it is no card."""
+    card = parse_card(path, path.read_bytes())
+    try:
+        return stored_settings(card.get("recipe"), Recipe, ""), str(card.get("tokenizer_sha256"))
+    except ValueError as error:
+        raise InputError(f"{path}: is no card of a bundle: {str(error)[:300]}; {START_OVER}") from None
+
+
+def load_torchscript(path: Path, device: str = "cpu") -> Any:
+    """Load the search from a file.
+
+    Args:
+        path: the file.
+        device: device to load to.
+
+    Raises:
+        InputError: its card has another format, or it has none.
+    """
+    extra = {CARD_FILE: ""}
+    with warnings.catch_warnings():
+        # PyTorch deprecates TorchScript.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = torch.jit.load(path, map_location=device, _extra_files=extra)
+    parse_card(path, extra[CARD_FILE])
+    return model

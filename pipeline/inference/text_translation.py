@@ -1,0 +1,149 @@
+"""Translation of a text by one process or by several, to standard output or to a file."""
+
+import argparse
+import shutil
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from io import BufferedReader
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from pipeline.inference.loading import chosen_file, load_translator
+from pipeline.inference.options import SearchOptions, with_prefix
+from pipeline.inference.processes import WorkerError, choose_devices, lacking_memory, run_on_devices
+from pipeline.inference.shards import Shards, Task
+from pipeline.inference.text_io import CHUNK, SentenceWarnings, count_lines, sentences
+from pipeline.inference.translator import Translator
+
+_NOT_IN_TRANSLATIONS = {"checkpoint", "source", "output", "shard_lines", "devices", "overrides"}
+"""Arguments that decide no translation, or whose contents are compared by themselves."""
+
+
+def translate_text(arguments: argparse.Namespace, options: SearchOptions, stream: BufferedReader) -> int:
+    """Translate until the input ends, and return the exit code: 1 if memory ran out or a process has failed.
+
+    Args:
+        arguments: those of `translate`.
+        options: what is asked of the search.
+        stream: the text.
+    """
+    try:
+        devices = choose_devices(arguments.devices)
+        if arguments.output is not None:
+            stream.close()  # The file is opened again for each run of shards.
+            _write_shards(arguments, options, _task(arguments, len(devices)), devices)
+        elif len(devices) == 1 or stream.isatty():
+            # Someone who types sentences needs each translation at once.
+            _print_translations(arguments, options, stream, 1 if stream.isatty() else CHUNK)
+        else:
+            _print_shards(arguments, options, stream, devices)
+    except WorkerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except (MemoryError, RuntimeError) as error:
+        if (lacking := lacking_memory(error)) is None:
+            raise
+        print(f"error: out of memory ({lacking}); give a smaller --beam or --n-best", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _print_translations(
+    arguments: argparse.Namespace, options: SearchOptions, stream: BufferedReader, chunk: int
+) -> None:
+    translator = _load(arguments, options)
+    total = count_lines(arguments.source) if arguments.source and chunk > 1 else None
+    lines = [(1, sentences(stream))]
+    for _, text in _translated(arguments, options, translator, lines, chunk=chunk, total=total, show=chunk > 1):
+        print(text, end="", flush=chunk == 1)
+
+
+def _task(arguments: argparse.Namespace, num_processes: int) -> Task:
+    """Return what is translated to `--output`."""
+    compared = {name: value for name, value in vars(arguments).items() if name not in _NOT_IN_TRANSLATIONS}
+    shard_lines = 4 * CHUNK if arguments.shard_lines is None else arguments.shard_lines
+    return Task(arguments.source, arguments.output, shard_lines, compared, num_processes)
+
+
+def _write_shards(arguments: argparse.Namespace, options: SearchOptions, task: Task, devices: list[str]) -> None:
+    """Write the translations to a file, together with other processes that do the same."""
+    # For all processes, because a run that goes on puts another checkpoint in place of this one.
+    arguments.checkpoint = chosen_file(arguments.checkpoint)
+    if len(devices) == 1:
+        _translate_shards(arguments, options, task, devices[0], 0)
+    else:
+        run_on_devices(partial(_translate_shards, arguments, options, task), devices)
+
+
+def _translate_shards(
+    arguments: argparse.Namespace, options: SearchOptions, task: Task, device: str, number: int
+) -> None:
+    """Translate as many shards as other processes leave to this one, until all are there."""
+    translator = _load(arguments, options, device)
+    shards = Shards(task, Path(translator.name), number)
+    for line, text in _translated(arguments, options, translator, shards.runs()):
+        shards.write(line, text)
+
+
+def _print_shards(
+    arguments: argparse.Namespace, options: SearchOptions, stream: BufferedReader, devices: list[str]
+) -> None:
+    """Translate to a file in a private folder, and print it once it is complete."""
+    # The folder is removed also if the command is terminated, as by a job's time limit.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with TemporaryDirectory(prefix="translation-") as name:
+        folder = Path(name)
+        source = folder / "source"
+        with stream, source.open("wb") as file:
+            shutil.copyfileobj(stream, file)
+        size = 3 * source.stat().st_size / 1e6  # with its translations, in shards and joined
+        print(f"{folder}: takes about {size:,.1f} MB until all translations are there", file=sys.stderr)
+        task = replace(_task(arguments, len(devices)), source=source, output=folder / "output", shard_lines=CHUNK)
+        _write_shards(arguments, options, replace(task, is_private=True), devices)
+        with task.output.open("rb") as output:
+            shutil.copyfileobj(output, sys.stdout.buffer)
+            sys.stdout.buffer.flush()
+
+
+def _load(arguments: argparse.Namespace, options: SearchOptions, device: str | None = None) -> Translator:
+    """Load the model, and check what is asked of it."""
+    translator = load_translator(arguments.checkpoint, device)
+    options.in_place_of(translator.settings)
+    translator.prefixes.check(arguments.prefix)
+    return translator
+
+
+def _translated(
+    arguments: argparse.Namespace,
+    options: SearchOptions,
+    translator: Translator,
+    runs: Iterable[tuple[int, Iterable[str]]],
+    *,
+    chunk: int = CHUNK,
+    total: int | None = None,
+    show: bool = False,
+) -> Iterator[tuple[int, str]]:
+    """Yield the number of each line, and what is printed for it.
+
+    Args:
+        runs: lines in succession, with the number of the first.
+        chunk: see `Translator.translate_lines`, like the following arguments.
+        total: likewise.
+        show: likewise.
+    """
+    warnings = SentenceWarnings(translator.prefixes, translator.max_source_tokens)
+    for first, run in runs:
+        lines = with_prefix(arguments.prefix, run)
+        translations = translator.translate_lines(lines, chunk, options, first, total=total, show=show)
+        for number, translation in enumerate(translations, first):
+            warnings.add(number, translation.defects)
+            text = ""
+            for hypothesis in translation.hypotheses:
+                line_number = [] if arguments.n_best is None else [str(number)]
+                score = [f"{hypothesis.score:.4f}"] if arguments.scores else []
+                text += "\t".join([*line_number, *score, hypothesis.text]) + "\n"
+            yield number, text
+    warnings.print()

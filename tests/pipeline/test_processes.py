@@ -1,0 +1,259 @@
+"""`translate --devices N`: the output of one process, and no process is left, whatever happens."""
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_module.errors import InputError
+from data_module.worker_processes import num_processors
+from pipeline.inference.processes import WorkerError, choose_devices, run_on_devices
+from pipeline.inference.text_io import CHUNK
+from tests.conftest import ROOT, pipeline, sentences
+
+NAME = "translation process 2 of 2 on the CPU"
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 3, 5})
+    assert num_processors() == 3
+    assert choose_devices(3) == ["cpu"] * 3
+    for count in (-1, 0, 4):
+        with pytest.raises(InputError, match=f"^--devices {count}: this process may use 3 processors; give 1 to 3$"):
+            choose_devices(count)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_devices(2) == ["cuda:0", "cuda:1"]
+    with pytest.raises(InputError, match=r"^--devices 3: this process may use 2 GPUs; give 1 to 2$"):
+        choose_devices(3)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(InputError, match=r"^--devices 2: this process may use 1 GPU; give 1 to 1$"):
+        choose_devices(2)
+
+
+def work_or_fail(device: str, number: int) -> None:
+    """Wait for ever as the first process, and fail as the second as `FAILURE` says."""
+    if number == 0:
+        time.sleep(3600)
+    match os.environ["FAILURE"]:
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "mistake":
+            raise InputError("text:1: is wrong")
+        case "memory":
+            raise RuntimeError("DefaultCPUAllocator:\n can't allocate memory: you tried 9 bytes")
+        case "full disk":
+            raise OSError(28, "No space left on device", "output")
+        case "bug":
+            raise RuntimeError("a bug")
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "message"),
+    [
+        ("killed", WorkerError, f"{NAME} was killed by SIGKILL; if memory ran out, give fewer --devices"),
+        ("mistake", InputError, "text:1: is wrong"),
+        ("memory", WorkerError, rf"{NAME} is out of memory \(.* 9 bytes\); give fewer --devices or a smaller --beam"),
+        ("full disk", InputError, "output: No space left on device; make room, then run the same command again"),
+        ("bug", WorkerError, f"{NAME} ended with exit code 1; what it wrote above says why"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
+)
+def test_a_process_that_fails_ends_the_others(
+    failure: str, kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAILURE", failure)
+    with pytest.raises(kind) as caught:
+        run_on_devices(work_or_fail, ["cpu", "cpu"])
+    assert re.fullmatch(message, str(caught.value))
+    children = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "args="], capture_output=True, check=True)
+    assert b"spawn_main" not in children.stdout
+
+
+@pytest.mark.two_processors
+def test_output_and_warnings_are_those_of_one_process(trained_run: Path, tmp_path: Path) -> None:
+    """Of a text from standard input or a file, of which each process translates a part."""
+    lines = [line.encode() for line in sentences(CHUNK + 9, seed=3, lengths=(1, 2, 3))]
+    lines[0], lines[2], lines[3], lines[-1] = b"a \xff dog", b"the dog " * 700, b"", b"a dog"
+    text = b"\n".join(lines)
+    (tmp_path / "text").write_bytes(text)
+    words = ("translate", trained_run, "--beam", 2, "--n-best", 2, "--scores", "--stop-rule", "first")
+    one = pipeline(*words, text=text)
+    environment = {"TMPDIR": str(tmp_path / "private")}
+    (tmp_path / "private").mkdir()
+    for given in ({"text": text}, {}):
+        source = () if given else ("--source", tmp_path / "text")
+        two = pipeline(*words, *source, "--devices", 2, environment=environment, **given)
+        assert one.returncode == two.returncode == 0, two.stderr
+        assert one.stdout == two.stdout
+        said = two.stderr.decode().splitlines()
+        assert re.search(r"/private/translation-\w+: takes about 0.\d MB until all translations are there", said[0])
+        assert said[1:] == one.stderr.decode().splitlines()
+        assert len(said) == 5
+    assert not list((tmp_path / "private").iterdir())
+
+
+@pytest.mark.two_processors
+def test_a_prefix_that_the_processes_do_not_know(trained_run: Path) -> None:
+    done = pipeline("translate", trained_run, "--devices", 2, "--prefix", ">>de<<", text="a dog\n")
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr.decode().splitlines()[-1].startswith("error: --prefix >>de<<: is no prefix of this model")
+    assert done.stderr.count(b"error") == 1
+
+
+@pytest.mark.gpu
+def test_two_processes_on_a_gpu(trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both on the same one."""
+    text = "".join(f"{line}\n" for line in sentences(CHUNK + 9, seed=5))
+    one = pipeline("translate", trained_run, text=text)
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    assert pipeline("translate", trained_run, "--devices", 2, text=text).stdout == one.stdout
+
+
+class Command:
+    """`translate --devices 2` in a session of its own, by whose number all its processes are found."""
+
+    def __init__(self, run: Path, folder: Path, *options: object) -> None:
+        self.output, self.errors, self.temporary = folder / "output", folder / "errors", folder / "temporary"
+        self.temporary.mkdir()
+        words = [sys.executable, "-m", "pipeline", "translate", run, "--devices", 2, *options]
+        with self.output.open("wb") as output, self.errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                list(map(str, words)),
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary)},
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=errors,
+                start_new_session=True,
+            )
+        assert self.process.stdin is not None
+        self.stdin = self.process.stdin
+
+    def wait_for(self, moment: Callable[[], object]) -> None:
+        while not moment():
+            assert self.process.poll() is None, self.errors.read_text()
+            time.sleep(0.02)
+
+    def end(self) -> tuple[int, list[str]]:
+        """Wait for all processes; return the exit code and the messages but those that name files."""
+        code = self.process.wait()
+        while self.running():
+            time.sleep(0.02)
+        self.stdin.close()
+        ours = ("using", str(self.temporary))
+        return code, [line for line in self.errors.read_text().splitlines() if not line.startswith(ours)]
+
+    def running(self, what: str = "") -> list[str]:
+        listed = subprocess.run(["ps", "-wweo", "sid=,state=,args="], capture_output=True, text=True, check=True)
+        rows = (line.split(maxsplit=2) for line in listed.stdout.splitlines())
+        return [row[2] for row in rows if row[0] == str(self.process.pid) and row[1] != "Z" and what in row[2]]
+
+
+@pytest.fixture
+def start(trained_run: Path, tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    commands: list[Command] = []
+
+    def start(*options: object) -> Command:
+        commands.append(Command(trained_run, tmp_path, *options))
+        return commands[-1]
+
+    yield start
+    for command in commands:
+        command.process.kill()
+        command.end()
+
+
+@pytest.fixture(scope="module")
+def long_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Far more than is translated before a test ends the command."""
+    path = tmp_path_factory.mktemp("processes") / "long"
+    path.write_text("".join(f"{line}\n" for line in sentences(5 * CHUNK, seed=4)) * 40)
+    return path
+
+
+def is_translating(command: Command) -> bool:
+    return any(command.temporary.glob("translation-*/output.shards/0*.lock"))
+
+
+@pytest.mark.parametrize("moment", ["starting", "waiting for input", "translating", "terminated"])
+@pytest.mark.two_processors
+def test_ctrl_c(start: Callable[..., Command], long_text: Path, moment: str) -> None:
+    """It ends all processes in one line, and leaves no file; so does SIGTERM."""
+    command = start(*(() if moment == "waiting for input" else ("--source", long_text)))
+    if moment == "starting":
+        command.wait_for(lambda: len(command.running("spawn_main")) == 2)
+    elif moment == "waiting for input":
+        command.wait_for(lambda: list(command.temporary.glob("translation-*/source")))
+    else:
+        command.wait_for(lambda: is_translating(command))
+    if moment == "terminated":
+        command.process.terminate()
+    else:
+        os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does
+    assert command.end() == (130, ["interrupted"])
+    assert command.output.read_bytes() == b""
+    assert not list(command.temporary.glob("translation-*"))
+
+
+@pytest.mark.two_processors
+def test_no_process_outlives_a_killed_one(start: Callable[..., Command], long_text: Path) -> None:
+    command = start("--source", long_text)
+    command.wait_for(lambda: is_translating(command))
+    command.process.kill()
+    assert command.end() == (-signal.SIGKILL, [])
+
+
+PROGRAM = """
+import sys
+from pipeline.__main__ import main
+from pipeline.inference.translator import Translator
+
+def translate(self, lines, *arguments, **options):
+    raise ValueError("registered")
+
+Translator.translate = translate
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+
+
+@pytest.mark.two_processors
+def test_processes_run_the_program_that_has_registered_extensions(trained_run: Path, tmp_path: Path) -> None:
+    program = tmp_path / "my_pipeline.py"
+    program.write_text(PROGRAM)
+    words = [sys.executable, program, "translate", trained_run, "--beam", 1, "--devices", 2]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(list(map(str, words)), input=b"a dog\n", env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (1, b"")
+    *_, traceback, last = done.stderr.decode().splitlines()
+    assert traceback == "ValueError: registered"
+    assert re.fullmatch(r"error: translation process \d of 2 on the CPU ended with exit code 1; what it .*", last)
+
+
+@pytest.mark.two_processors
+def test_one_process_answers_at_a_prompt(trained_run: Path) -> None:
+    leader, follower = pty.openpty()
+    words = [sys.executable, "-m", "pipeline", "translate", str(trained_run), "--devices", "2"]
+    with subprocess.Popen(
+        words, cwd=ROOT, stdin=follower, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        assert process.stdout is not None
+        os.write(leader, b"the dog sees a cat\n")
+        assert process.stdout.readline().strip()
+        children = subprocess.run(["ps", "--ppid", str(process.pid), "-o", "pid="], capture_output=True, check=False)
+        assert children.stdout == b""
+        os.write(leader, b"\x04")
+    assert process.returncode == 0
+    os.close(leader)
+    os.close(follower)
