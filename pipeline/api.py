@@ -20,10 +20,11 @@ from model.attention_maps import attention_maps
 from model.sampling import Sampling, check_sampling
 from model.transformer import PaddedTransformer
 from pipeline.checkpointing.checkpoint import load_model
+from pipeline.config.recipe import recipe_from_dict
 from pipeline.inference.loading import load_translator
 from pipeline.inference.options import BY_RECIPE, SearchOptions
 from pipeline.inference.pieces import encode_sources
-from pipeline.inference.scoring import score_targets
+from pipeline.inference.scoring import as_hypotheses, piece_scores, spelled_pieces
 from pipeline.inference.text_io import Defects, SentenceWarnings, progress_bar
 from pipeline.inference.translator import Hypothesis, Translator
 from pipeline.runtime import signals
@@ -118,7 +119,7 @@ class Attention:
         Raises:
             InputError: there is no such kind or layer.
         """
-        from pipeline.monitoring.attention_images import AXES, axis_labels, draw_attention
+        from pipeline.monitoring.attention_images import AXES, axis_labels, draw_attention  # Pillow
 
         if kind not in AXES:
             raise InputError(f"kind {kind!r}: must be {', '.join(sorted(AXES))}")
@@ -247,9 +248,28 @@ class Model:
             raise InputError(f"{len(given)} sources and {len(wanted)} targets; give one target for each source")
         source_ids, target_ids, translator = self._source_ids(given), self._target_ids(wanted), self._translator
         with _mistakes_in_one_line(), progress_bar(len(given), show=progress, description="scoring") as bar:
-            alpha = self._settings.length_penalty
-            scored = score_targets(translator, self._network, alpha, wanted, source_ids, target_ids, bar.update)
+            scores = piece_scores(translator, self._network, source_ids, target_ids, bar.update)
+        scored = as_hypotheses(wanted, scores, self._settings.length_penalty)
         return scored[0] if isinstance(sources, str) else scored
+
+    def pieces(self, sentence: str, target: str | None = None) -> list[tuple[str, float]]:
+        """Return the pieces of a translation, each with its natural log-probability after those before it.
+
+        The last piece is the end symbol. The sum is the log-probability that `score` or `translate` gives. U+2581 in
+        a piece stands for a space. An empty sentence has no pieces.
+
+        Args:
+            sentence: the source sentence.
+            target: the translation; None for the model's own, with the pieces of its search.
+
+        Raises:
+            InputError: the target is too long for the model, or the weights are not finite.
+        """
+        [source_ids], [target_ids] = self._ids_of_one(sentence, target)
+        translator = self._translator
+        with _mistakes_in_one_line():
+            scores = piece_scores(translator, self._network, [source_ids], [target_ids])
+        return spelled_pieces(translator.tokenizer, [target_ids], scores)[0]
 
     def attention(self, sentence: str, target: str | None = None) -> Attention:
         """Return the attention weights of a sentence while the model writes a translation.
@@ -266,13 +286,7 @@ class Model:
             network = self._network
         if not isinstance(network, PaddedTransformer):
             raise InputError(f"{translator.name}: a bundle has no attention weights; load the checkpoint")
-        for text in (sentence, "" if target is None else target):
-            if not isinstance(text, str):
-                raise InputError(f"attention is that of one sentence; give text, not {text!r}")
-        [source_ids] = self._source_ids(_texts(sentence, "sentence"))
-        if target is None:
-            target = translator.translate([sentence], self._options)[0].text
-        [target_ids] = self._target_ids(_texts(target, "target"))
+        [source_ids], [target_ids] = self._ids_of_one(sentence, target)
         tokenizer, device = translator.tokenizer, translator.device
         maps = attention_maps(
             network.network,
@@ -287,6 +301,18 @@ class Model:
             bos=pieces[tokenizer.bos_id],
             **arrays,
         )
+
+    def _ids_of_one(self, sentence: str, target: str | None) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the ids of a sentence and of its translation, which is the model's own if `target` is None."""
+        for text in (sentence, "" if target is None else target):
+            if not isinstance(text, str):
+                raise InputError(f"sentence and target: give one text each, not {text!r}")
+        source_ids = self._source_ids(_texts(sentence, "sentence"))
+        if target is not None:
+            return source_ids, self._target_ids(_texts(target, "target"))
+        with _mistakes_in_one_line():
+            [translation] = self._translator.translate([sentence], self._options)
+        return source_ids, [list(translation.ids) or [self._translator.tokenizer.eos_id]]
 
     def _source_ids(self, sentences: list[str]) -> list[list[int]]:
         """Return ids with the end symbol, cut as in translation, with the same warnings."""
@@ -364,8 +390,7 @@ def train(recipe: Mapping[str, Any]) -> Path:
         InputError: a mistake in the recipe or its text, on which `fit` would end as well.
         KeyboardInterrupt: after the checkpoint is saved.
     """
-    from pipeline.config.recipe import recipe_from_dict
-    from pipeline.training.fit import fit_recipe
+    from pipeline.training.fit import fit_recipe  # Lightning, which translating does not need
 
     with _mistakes_in_one_line(), _state_restored():
         checked = recipe_from_dict(recipe)

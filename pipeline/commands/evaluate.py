@@ -10,14 +10,19 @@ import argparse
 from data_module.errors import InputError
 from data_module.files import user_path
 from pipeline.inference.options import SearchOptions, add_prefix_argument, add_search_arguments
-from pipeline.inference.text_io import paired_texts, require_writable
+from pipeline.inference.text_io import paired_texts, read_numbers, require_as_many, require_writable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("checkpoint", type=user_path, help="a .ckpt file, a run folder or a bundle")
     parser.add_argument("--source", type=user_path, help="sentences to translate (plain or .gz)")
-    parser.add_argument("--reference", type=user_path, help="their reference translations (plain or .gz)")
+    parser.add_argument(
+        "--reference",
+        type=user_path,
+        action="append",
+        help="their reference translations (plain or .gz); may be given several times",
+    )
     parser.add_argument(
         "--test-set",
         metavar="NAME",
@@ -25,6 +30,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_prefix_argument(parser)
     add_search_arguments(parser)
+    parser.add_argument(
+        "--metric",
+        choices=("ter", "chrf2++"),
+        action="append",
+        default=[],
+        help="add a metric of sacreBLEU; may be given several times (default: the recipe's run.metrics)",
+    )
+    parser.add_argument(
+        "--scores",
+        type=user_path,
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="add the mean of another program's scores, one number a line; with --versus, a second FILE is the other's",
+    )
     parser.add_argument("--output", type=user_path, help="a file to write the translations to")
     parser.add_argument(
         "--paper", action="store_true", help="add BLEU on Moses tokens, as in papers (needs the extra paper-score)"
@@ -39,16 +59,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the options and read the texts, then translate and score."""
-    options, texts = SearchOptions.given(arguments), given_texts(arguments)
-    require_writable(arguments.output, arguments.source, arguments.reference)
+    options, texts, scores = SearchOptions.given(arguments), given_texts(arguments), given_scores(arguments)
+    require_writable(arguments.output, arguments.source, *(arguments.reference or ()), *arguments.scores)
+    for path, numbers in zip(arguments.scores, scores, strict=True):
+        require_as_many(path, numbers, len(texts[0]) if texts else len(numbers))
     from pipeline.inference.evaluation import evaluate  # torch and sacreBLEU
 
-    evaluate(arguments, options, texts)
+    evaluate(arguments, options, texts, scores)
     return 0
 
 
-def given_texts(arguments: argparse.Namespace) -> tuple[list[str], list[str]] | None:
-    """Return the lines of `--source` and `--reference`; None if neither is given.
+def given_scores(arguments: argparse.Namespace) -> list[list[float]]:
+    """Return the numbers of each file of `--scores`.
+
+    Raises:
+        InputError: there are not as many files as models, or a file cannot be read.
+    """
+    num_models = 1 if arguments.versus is None else 2
+    if arguments.scores and len(arguments.scores) != num_models:
+        raise InputError(
+            f"--scores: {len(arguments.scores)} files for {num_models} models; give one of each model, first the"
+            " checkpoint's, then that of --versus"
+        )
+    return [read_numbers(path) for path in arguments.scores]
+
+
+def given_texts(arguments: argparse.Namespace) -> list[list[str]] | None:
+    """Return the lines of `--source` and of each `--reference`; None if neither is given.
 
     Raises:
         InputError: one of them is missing, a file cannot be read, `--prefix` is given without a text, or `--test-set`
@@ -59,8 +96,10 @@ def given_texts(arguments: argparse.Namespace) -> tuple[list[str], list[str]] | 
     if (arguments.source is None) != (arguments.reference is None):
         missing = "--reference" if arguments.reference is None else "--source"
         raise InputError(f"{missing}: is missing; give --source and --reference, or neither to score corpus.test")
+    if arguments.paper and len(arguments.reference or ()) > 1:
+        raise InputError("--paper: is for one reference; omit it, or the other --reference")
     if arguments.source is not None:
-        return paired_texts(arguments.source, arguments.reference)
+        return paired_texts(arguments.source, *arguments.reference)
     if arguments.prefix is not None and arguments.test_set is None:
         raise InputError("--prefix: the sources of corpus.test have prefixes of their own; omit it, or give --source")
     return None

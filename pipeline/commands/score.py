@@ -28,6 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--n-best", type=int, metavar="N", help="--target is an n-best list: print its N best, sorted")
     parser.add_argument(
+        "--pieces",
+        action="store_true",
+        help="add two columns: the target's pieces, and the log-probability of each",
+    )
+    parser.add_argument(
         "--alignments", type=user_path, metavar="FILE", help="write the pairs of aligned words, as in 0-0 1-2, to FILE"
     )
 
@@ -50,6 +55,8 @@ def _check_options(arguments: argparse.Namespace) -> None:
     require_writable(arguments.alignments, arguments.source, arguments.target, option="--alignments")
     if arguments.n_best is not None and arguments.n_best < 1:
         raise InputError(f"--n-best {arguments.n_best}: must be 1 or more")
+    if arguments.pieces and arguments.n_best is not None:
+        raise InputError("--pieces: cannot be given with --n-best, whose lines are those of translate --n-best")
     if arguments.alignments and arguments.n_best is not None:
         raise InputError("--alignments: cannot be given with --n-best, which changes the order of the translations")
     if arguments.alignments and bundle_of(arguments.checkpoint) is not None:

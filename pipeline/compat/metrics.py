@@ -37,12 +37,12 @@ def leave_out_pyplot() -> None:
     sys.meta_path.insert(0, _PyplotLeftOut())
 
 
-def chrf_statistics(metric: "CHRF", hypothesis: str, reference: str) -> list[int]:
-    """Return the n-gram counts that `metric.corpus_score([hypothesis], [[reference]])` works from.
+def chrf_statistics(metric: "CHRF", hypothesis: str, *references: str) -> list[int]:
+    """Return the n-gram counts of a sentence that `metric.corpus_score` works from.
 
-    Three counts for each n-gram order: in the hypothesis, in the reference, in both.
+    Three counts for each n-gram order: in the hypothesis, in the nearest reference, in both.
     """
-    return metric._extract_corpus_statistics([hypothesis], [[reference]])[0]
+    return metric._extract_corpus_statistics([hypothesis], [[one] for one in references])[0]
 
 
 def chrf_score(metric: "CHRF", statistics: Any) -> float:

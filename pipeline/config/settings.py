@@ -1,7 +1,7 @@
 """The recipe's `run:`, `monitoring:` and `trainer:` sections."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, get_args
 
@@ -33,11 +33,13 @@ class RunSettings:
     """Number of newest checkpoints kept, and of checkpoints around the best validation; the best one is kept too."""
     best_by: str = "bleu"
     """What chooses `best.ckpt`, and what `patience` and `average --best` follow: likelihood, for the lowest negative
-    log-likelihood of the validation text, or a metric of its translations: bleu, chrf, exact_match, or one that you
-    have registered. It may not change on resume."""
+    log-likelihood of the validation text, or a metric of its translations: bleu, chrf, exact_match, ter, chrf2++,
+    or one that you have registered. It may not change on resume."""
     validation_translations: int | None = None
     """Number of validation sentences to translate, for scores and samples: the same ones each time, evenly spread over
     the text; all of them if null. 0 needs `best_by` likelihood. It may not change on resume."""
+    metrics: list[Literal["ter", "chrf2++"]] = field(default_factory=list)
+    """Further metrics of validation and `evaluate`, as sacreBLEU computes them: ter, chrf2++."""
     patience: int | None = None
     """Stop after this many validations without a better score of `best_by`; never if null."""
     bleu_tokenizer: Literal["13a", "intl", "char", "zh", "ja-mecab", "ko-mecab"] | None = None

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 from data_module.errors import InputError
 from pipeline.inference.bleu_tokenizer import spacing_warning, tokenizer_of
@@ -18,6 +18,8 @@ from pipeline.inference.loading import load_translator
 from pipeline.inference.metrics import (
     are_characters,
     compare,
+    mean_score,
+    of_one_reference,
     paper_score,
     reference_warnings,
     require_moses_language,
@@ -25,20 +27,57 @@ from pipeline.inference.metrics import (
     score,
 )
 from pipeline.inference.options import SearchOptions
-from pipeline.inference.text_io import SentenceWarnings, output_file, progress_bar
+from pipeline.inference.text_io import SentenceWarnings, output_file, progress_bar, require_as_many
 from pipeline.inference.translator import Translator
 
 TOKENIZED_LINES = 100
 """Number of translations that must look tokenized for a warning; sacreBLEU's."""
 
 
-def evaluate(arguments: argparse.Namespace, options: SearchOptions, texts: tuple[list[str], list[str]] | None) -> None:
+class Scored(NamedTuple):
+    """A text and what two systems, or one, have made of it."""
+
+    names: list[str]
+    """The evaluated checkpoint, and that of `--versus`."""
+    translations: list[list[str]]
+    """Of each system."""
+    references: list[list[str]]
+    """One list or several."""
+    scores: list[list[float]]
+    """Those of `--scores`, of each system; empty without."""
+
+    def part(self, indices: list[int]) -> "Scored":
+        """Return some of the sentences."""
+        translations, references = (
+            [[lines[i] for i in indices] for lines in columns] for columns in (self.translations, self.references)
+        )
+        return Scored(self.names, translations, references, [[numbers[i] for i in indices] for numbers in self.scores])
+
+
+class Judges(NamedTuple):
+    """By what translations are scored."""
+
+    tokenizer: str
+    """BLEU's."""
+    requested: list[str]
+    """Names of further metrics."""
+    language: str | None
+    """The references' language code to add the scores of `--paper`; None to leave them out."""
+
+
+def evaluate(
+    arguments: argparse.Namespace,
+    options: SearchOptions,
+    texts: list[list[str]] | None,
+    scores: list[list[float]],
+) -> None:
     """Translate, score and print.
 
     Args:
         arguments: those of `evaluate`.
         options: what is asked of the search.
-        texts: the lines of `--source` and `--reference`; None for another text.
+        texts: the lines of `--source` and of each `--reference`; None for another text.
+        scores: the numbers of each `--scores`.
 
     Raises:
         InputError: a model or its text cannot be read, or an option does not suit them.
@@ -52,35 +91,41 @@ def evaluate(arguments: argparse.Namespace, options: SearchOptions, texts: tuple
     translators = [load_translator(path) for path in checkpoints]
     translators[0].prefixes.check(arguments.prefix)
     if texts is not None:
-        part = TextPart(str(arguments.source), arguments.prefix, *texts)
-        text = EvaluationText(str(arguments.reference), [part])
+        source, reference, *more = texts
+        part = TextPart(str(arguments.source), arguments.prefix, source, reference)
+        text = EvaluationText(str(arguments.reference[0]), [part], more)
     else:
         text = text_of_model(translators[0], arguments)
-    references = text.references
-    tokenizer = scoring_tokenizer(translators[0], arguments, text)
-    hypotheses, *others = [translations(translator, text, options) for translator in translators]
-    for message in reference_warnings(references, hypotheses):
-        print(f"{text.name}: its lines {message}", file=sys.stderr)
+        for path, numbers in zip(arguments.scores, scores, strict=True):
+            require_as_many(path, numbers, len(text.references))
+    judges = judges_of(translators[0], arguments, text)
+    translated = [translations(translator, text, options) for translator in translators]
+    references = [text.references, *text.more_references]
+    scored = Scored([translator.name for translator in translators], translated, references, scores)
+    warn_of_text(text, translated[0])
     if arguments.output:
         with output_file(arguments.output) as file:
-            file.write("".join(line + "\n" for line in hypotheses).encode())
-    if sum(line.endswith(" .") for line in hypotheses) >= TOKENIZED_LINES and not are_characters(hypotheses):
-        print("the translations look tokenized: train on detokenized text for comparable scores", file=sys.stderr)
-    systems = list(zip([translator.name for translator in translators], [hypotheses, *others], strict=True))
-    language = translators[0].recipe["corpus"]["target_language"] if arguments.paper else None
+            file.write("".join(line + "\n" for line in translated[0]).encode())
     sources = {}
     for name, indices in text.by_source().items():
         print(f"{name}:")
-        parts = [(system, [lines[i] for i in indices]) for system, lines in systems]
-        sources[name] = print_scores(parts, [references[i] for i in indices], tokenizer, language)
+        sources[name] = print_scores(scored.part(indices), judges)
     if sources:
         print("all sources:")
-    figures = print_scores(systems, references, tokenizer, language)
+    figures = print_scores(scored, judges)
     settings = options.in_place_of(translators[0].settings)
     figures |= {"sources": sources} if sources else {}
     figures |= {"test_set": text.name} if arguments.test_set else {}
     figures |= {name: getattr(settings, name) for name in ("beam_size", "length_penalty", "stop_rule")}
     print(json.dumps({**figures, "checkpoint": translators[0].name}))
+
+
+def warn_of_text(text: EvaluationText, hypotheses: list[str]) -> None:
+    """Print what the user should know about references and translations."""
+    for message in reference_warnings(text.references, hypotheses):
+        print(f"{text.name}: its lines {message}", file=sys.stderr)
+    if sum(line.endswith(" .") for line in hypotheses) >= TOKENIZED_LINES and not are_characters(hypotheses):
+        print("the translations look tokenized: train on detokenized text for comparable scores", file=sys.stderr)
 
 
 def text_of_model(translator: Translator, arguments: argparse.Namespace) -> EvaluationText:
@@ -114,40 +159,44 @@ def translations(translator: Translator, text: EvaluationText, options: SearchOp
     return [answer.text for answer in answers]
 
 
-def scoring_tokenizer(translator: Translator, arguments: argparse.Namespace, text: EvaluationText) -> str:
-    """Return BLEU's tokenizer by the checkpoint's recipe, and print what the user should know about it.
+def judges_of(translator: Translator, arguments: argparse.Namespace, text: EvaluationText) -> Judges:
+    """Return what scores a text by the checkpoint's recipe and the options, and print what the user should know.
 
     Raises:
-        InputError: the recipe's tokenizer is not installed, or `--paper` was not made for the language.
+        InputError: the recipe's tokenizer is not installed, or `--paper` was not made for the language or the text.
     """
+    language = translator.recipe["corpus"]["target_language"]
     if arguments.paper:
-        require_moses_language(translator.recipe["corpus"]["target_language"])
+        require_moses_language(language)
+        if text.more_references:
+            raise InputError(f"--paper: is for one reference, and {text.name} has several; omit it")
     tokenizer = tokenizer_of(translator.recipe)
     if warning := spacing_warning(text.references, tokenizer):
         print(f"{text.name}: its lines {warning}", file=sys.stderr)
-    return tokenizer
+    requested = list(dict.fromkeys([*translator.recipe["run"]["metrics"], *arguments.metric]))
+    if text.more_references and (single := of_one_reference(requested)):
+        print(f"{text.name}: without {', '.join(single)}, made for one reference of a sentence", file=sys.stderr)
+    return Judges(tokenizer, requested, language if arguments.paper else None)
 
 
-def print_scores(
-    systems: list[tuple[str, list[str]]], references: list[str], tokenizer: str, language: str | None
-) -> dict[str, Any]:
-    """Print a line for each score of a text, and return the scores.
-
-    Args:
-        systems: name and translations of the evaluated checkpoint, and of that of `--versus`.
-        references: the references.
-        tokenizer: BLEU's.
-        language: the references' language code to add the scores of `--paper`; None to leave them out.
-    """
-    (_, hypotheses), *others = systems
-    figures = score(hypotheses, references, tokenizer)
+def print_scores(scored: Scored, judges: Judges) -> dict[str, Any]:
+    """Print a line for each score of a text, and return the scores."""
+    tokenizer, requested, language = judges
+    (hypotheses, *others), (references, *more) = scored.translations, scored.references
+    options: dict[str, Any] = {"more": more, "requested": requested}
+    figures = score(hypotheses, references, tokenizer, **options)
     if language is not None:
         figures |= paper_score(hypotheses, references, language)
+    difference: dict[str, Any] = {}
+    if scored.scores:
+        mean, difference = mean_score(*scored.scores)
+        figures |= mean
     for name in [name for name in figures if f"{name}_interval" in figures]:
         low, high = figures[f"{name}_interval"]
         print(f"{name:20} {figures[name]:6.2f}  [{low:.2f}, {high:.2f}]  {figures[f'{name}_signature']}")
-    for checkpoint, other in others:
-        figures["versus"] = {"checkpoint": checkpoint, **compare(hypotheses, other, references, tokenizer)}
+    for other in others:
+        compared = compare(hypotheses, other, references, tokenizer, **options) | difference
+        figures["versus"] = {"checkpoint": scored.names[1], **compared}
         print_comparison(figures["versus"])
     return {**figures, "sentences": len(references)}
 

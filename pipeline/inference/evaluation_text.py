@@ -1,9 +1,13 @@
 """The text that `evaluate` scores: two files, the recipe's test text with its sources apart, or a test set by name."""
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from sacrebleu.dataset import DATASETS
+from sacrebleu.utils import SACREBLEU_DIR
 
 from data_module.corpus.manifest import source_names
 from data_module.corpus.pairs import read_pairs
@@ -31,6 +35,8 @@ class EvaluationText(NamedTuple):
     name: str
     """The file of the references, or the recipe's key."""
     parts: list[TextPart]
+    more_references: Sequence[list[str]] = ()
+    """Further references of all sentences, one list or several."""
 
     @property
     def references(self) -> list[str]:
@@ -93,8 +99,6 @@ def require_test_set(name: str) -> None:
     Raises:
         InputError: sacreBLEU has no test set of that name.
     """
-    from sacrebleu.dataset import DATASETS
-
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, n=3, cutoff=0.7)
         way_out = f"did you mean {' or '.join(near)}?" if near else "`sacrebleu --list` lists them"
@@ -102,7 +106,7 @@ def require_test_set(name: str) -> None:
 
 
 def text_of_test_set(name: str, source_language: str, target_language: str, prefix: str | None) -> EvaluationText:
-    """Return source and reference of a test set.
+    """Return source and references of a test set.
 
     Args:
         name: sacreBLEU's name of the test set.
@@ -111,11 +115,9 @@ def text_of_test_set(name: str, source_language: str, target_language: str, pref
         prefix: put before each source sentence.
 
     Raises:
-        InputError: there is no such set, it lacks the pair of languages, it has not one reference, or it is neither
-            in sacreBLEU's folder nor can it be downloaded.
+        InputError: there is no such set, it lacks the pair of languages, or it is neither in sacreBLEU's folder nor
+            can it be downloaded.
     """
-    from sacrebleu.dataset import DATASETS
-
     require_test_set(name)
     pair = f"{language_code(source_language)}-{language_code(target_language)}"
     pairs = sorted(DATASETS[name].langpairs)
@@ -125,30 +127,14 @@ def text_of_test_set(name: str, source_language: str, target_language: str, pref
             f" {', '.join(pairs)}"
         )
     source, references = _files(name, pair)
-    if len(references) != 1:
-        fields = f"src (and {_first_reference(name, pair)})"
-        raise InputError(
-            f"--test-set {name}: has {len(references)} references of each sentence and is scored against one; write"
-            f" files with sacrebleu -t {name} -l {pair} --echo {fields}, and give them as --source and --reference"
-        )
-    sources, targets = read_sentences(source), read_sentences(references[0])
-    if len(sources) != len(targets) or not sources:
+    sources, *targets = [[line.strip() for line in read_sentences(path)] for path in (source, *references)]
+    if not sources or any(len(lines) != len(sources) for lines in targets):
         raise InputError(f"--test-set {name}: {source} and {references[0]} do not pair up; remove them and try again")
-    part = TextPart(name, prefix, [line.strip() for line in sources], [line.strip() for line in targets])
-    return EvaluationText(f"{name} {pair}", [part])
-
-
-def _first_reference(name: str, pair: str) -> str:
-    from sacrebleu.dataset import DATASETS
-
-    return next(field for field in DATASETS[name].fieldnames(pair) if field.startswith("ref"))
+    return EvaluationText(f"{name} {pair}", [TextPart(name, prefix, sources, targets[0])], targets[1:])
 
 
 def _files(name: str, pair: str) -> tuple[Path, list[Path]]:
     """Return the files of source and references; sacreBLEU downloads them if they are not there."""
-    from sacrebleu.dataset import DATASETS
-    from sacrebleu.utils import SACREBLEU_DIR
-
     data_set = DATASETS[name]
     try:
         source, references = data_set.get_source_file(pair), data_set.get_reference_files(pair)

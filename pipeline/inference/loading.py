@@ -18,11 +18,16 @@ from pipeline.runtime.backend import choose_search
 from pipeline.runtime.memory import limit_onednn_cache
 
 
-def load_translator(path: Path, device: str | None = None, *, searches: bool = True) -> Translator:
-    """Load what translates from a path.
+def load_translator(path: Path, *, searches: bool = True) -> Translator:
+    """Load what a path stands for, on the GPU if there is one; see `chosen_file` and `load_file`."""
+    return load_file(chosen_file(path), searches=searches)
+
+
+def load_file(file: Path, device: str | None = None, *, searches: bool = True) -> Translator:
+    """Load what translates from a file.
 
     Args:
-        path: a checkpoint, a run folder, or a bundle, whose `model.ts` is a program.
+        file: a checkpoint, or the `model.ts` of a bundle, which is a program.
         device: `cpu`, or a GPU as `cuda:0`; None for the GPU if there is one.
         searches: whether the network is made faster for searches. On a CPU, it cannot score or align afterwards.
 
@@ -31,7 +36,6 @@ def load_translator(path: Path, device: str | None = None, *, searches: bool = T
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    file = chosen_file(path)
     if (bundle := bundle_of(file)) is not None:
         return _load_bundle(bundle, device)
     model = load_model(file)
@@ -51,7 +55,10 @@ def load_translator(path: Path, device: str | None = None, *, searches: bool = T
 
 
 def chosen_file(path: Path) -> Path:
-    """Return the checkpoint or the `model.ts` that a path stands for; say on standard error which, of a folder.
+    """Return the checkpoint or the `model.ts` that a path stands for, and print it on standard error.
+
+    Args:
+        path: a checkpoint, a run folder, or a bundle.
 
     Raises:
         InputError: there is none.
@@ -60,8 +67,7 @@ def chosen_file(path: Path) -> Path:
     file = resolve_checkpoint(path) if bundle is None else bundle / PROGRAM_FILE
     if not file.is_file():
         raise InputError(f"{bundle}: has no {file.name}, which translates; {START_OVER} with --format torchscript")
-    if file != path:
-        print(f"using {file}", file=sys.stderr)
+    print(f"using {file}", file=sys.stderr)
     return file
 
 

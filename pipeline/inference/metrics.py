@@ -5,7 +5,7 @@
 
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -35,7 +35,8 @@ _PUNCTUATED = re.compile(r"[.,](\s|$)|&(apos|quot|amp);|@-@|@@ ")
 class Metric(Protocol):
     """A metric whose score for a text is a function of summed sentence statistics.
 
-    A higher score is better, unless the class sets `higher_is_better = False`, as in torchmetrics.
+    A higher score is better, unless the class sets `higher_is_better = False`, as in torchmetrics. A class whose
+    `statistics` takes several references of a sentence sets `several_references = True`; others are left out for these.
     """
 
     def signature(self) -> str:
@@ -57,6 +58,8 @@ class Bleu:
     Statistics: lengths of hypothesis and reference in words; matching n-grams of each order; all n-grams of each order.
     """
 
+    several_references = True
+
     def __init__(self, **options: Any) -> None:
         self._bleu = sacrebleu.BLEU(**options)
         # The signature needs this number, which sacreBLEU otherwise learns from the first text.
@@ -66,9 +69,9 @@ class Bleu:
         """Return sacreBLEU's signature."""
         return str(self._bleu.get_signature())
 
-    def statistics(self, hypothesis: str, reference: str) -> list[int]:
+    def statistics(self, hypothesis: str, *references: str) -> list[int]:
         """Return a sentence's counts."""
-        result = self._bleu.corpus_score([hypothesis], [[reference]])
+        result = self._bleu.corpus_score([hypothesis], [[one] for one in references])
         return [result.sys_len, result.ref_len, *result.counts, *result.totals]
 
     def score(self, statistics: Any) -> float:
@@ -84,35 +87,64 @@ class Bleu:
 
 
 class ChrF:
-    """sacreBLEU's chrF."""
+    """sacreBLEU's chrF, or chrF++ with a `word_order` of 2."""
 
-    def __init__(self) -> None:
-        self._chrf = sacrebleu.CHRF()
+    several_references = True
+
+    def __init__(self, word_order: int = 0) -> None:
+        self._chrf = sacrebleu.CHRF(word_order=word_order)
         self._chrf.num_refs = 1
 
     def signature(self) -> str:
         """Return sacreBLEU's signature."""
         return str(self._chrf.get_signature())
 
-    def statistics(self, hypothesis: str, reference: str) -> list[int]:
+    def statistics(self, hypothesis: str, *references: str) -> list[int]:
         """Return a sentence's counts; see `chrf_statistics`."""
-        return chrf_statistics(self._chrf, hypothesis, reference)
+        return chrf_statistics(self._chrf, hypothesis, *references)
 
     def score(self, statistics: Any) -> float:
         """Return chrF in percent."""
         return chrf_score(self._chrf, statistics)
 
 
+class Ter:
+    """sacreBLEU's translation edit rate: edits for each word of the reference, in percent."""
+
+    higher_is_better = False
+    several_references = True
+
+    def __init__(self) -> None:
+        self._ter = sacrebleu.TER()
+        self._ter.num_refs = 1
+
+    def signature(self) -> str:
+        """Return sacreBLEU's signature."""
+        return str(self._ter.get_signature())
+
+    def statistics(self, hypothesis: str, *references: str) -> list[int]:
+        """Return the edits to the nearest reference and the mean length, both times the number of references."""
+        result = self._ter.corpus_score([hypothesis], [[one] for one in references])
+        return [round(result.num_edits * len(references)), round(result.ref_length * len(references))]
+
+    def score(self, statistics: Any) -> float:
+        """Return the edit rate in percent."""
+        edits, length = statistics
+        return 100.0 * edits / length if length else 100.0 * (edits > 0)
+
+
 class ExactMatch:
-    """Percentage of lines that equal their reference apart from white space. It suits tasks with one right answer."""
+    """Percentage of lines that equal a reference apart from white space. It suits tasks with one right answer."""
+
+    several_references = True
 
     def signature(self) -> str:
         """Return the options and versions that scores depend on."""
         return "nrefs:1|case:mixed|space:ignored"
 
-    def statistics(self, hypothesis: str, reference: str) -> list[int]:
+    def statistics(self, hypothesis: str, *references: str) -> list[int]:
         """Return whether the line matches, and 1."""
-        return [hypothesis.split() == reference.split(), 1]
+        return [hypothesis.split() in [reference.split() for reference in references], 1]
 
     def score(self, statistics: Any) -> float:
         """Return the percentage of matches."""
@@ -146,15 +178,26 @@ validation scores must register the same metrics. Its BLEU is that of the tokeni
 """
 
 
-def metrics_on(tokenizer: str) -> dict[str, Metric]:
-    """Return the registered metrics, with BLEU on tokens of sacreBLEU's `tokenizer`."""
-    return {**METRICS, "bleu": Bleu(tokenize=tokenizer)}
+ON_REQUEST: dict[str, Metric] = {"ter": Ter(), "chrf2++": ChrF(word_order=2)}
+"""Metrics that are computed where `run.metrics` or `evaluate --metric` names them."""
+
+
+def metrics_on(tokenizer: str, requested: Iterable[str] = ()) -> dict[str, Metric]:
+    """Return the registered metrics and those of `ON_REQUEST` that are requested.
+
+    Args:
+        tokenizer: sacreBLEU's name of BLEU's tokenizer.
+        requested: names in `ON_REQUEST`.
+    """
+    added = {name: ON_REQUEST[name] for name in requested if name in ON_REQUEST}
+    # One that is registered under such a name takes its place.
+    return {**added, **METRICS, "bleu": Bleu(tokenize=tokenizer)}
 
 
 def title(name: str) -> str:
     """Return the name of a metric, or of what else `run.best_by` may be, as it is printed."""
-    names = {"bleu": "BLEU", "chrf": "chrF", "exact_match": "exact match", LIKELIHOOD: "negative log-likelihood"}
-    return names.get(name, name)
+    names = {"bleu": "BLEU", "chrf": "chrF", "exact_match": "exact match", "ter": "TER", "chrf2++": "chrF2++"}
+    return {**names, LIKELIHOOD: "negative log-likelihood"}.get(name, name)
 
 
 def title_and_score(name: str, score: float) -> str:
@@ -163,36 +206,56 @@ def title_and_score(name: str, score: float) -> str:
 
 
 def mode_of(name: str) -> Literal["max", "min"]:
-    """Return which score of a registered metric, or of the likelihood, is the best.
+    """Return which score of a metric, or of the likelihood, is the best.
 
     Raises:
         InputError: there is no such metric.
     """
     if name == LIKELIHOOD:
         return "min"
-    if name not in METRICS:
+    metric = METRICS.get(name) or ON_REQUEST.get(name)
+    if metric is None:
         raise InputError(METRICS.unknown(name))
-    return "max" if getattr(METRICS[name], "higher_is_better", True) else "min"
+    return "max" if getattr(metric, "higher_is_better", True) else "min"
 
 
 def corpus_score(metric: Metric, hypotheses: list[str], references: list[str]) -> float:
     """Return the score of a text."""
-    return _total_score(metric, _statistics(metric, hypotheses, references))
+    return _total_score(metric, _statistics(metric, hypotheses, [references]))
 
 
-def score(hypotheses: list[str], references: list[str], tokenizer: str = DEFAULT) -> dict[str, Any]:
-    """Return the registered metrics' scores and `bleu_lowercase`.
+def score(
+    hypotheses: list[str],
+    references: list[str],
+    tokenizer: str = DEFAULT,
+    *,
+    more: Sequence[list[str]] = (),
+    requested: Iterable[str] = (),
+) -> dict[str, Any]:
+    """Return the metrics' scores and `bleu_lowercase`.
 
     Each metric has its score, its 95 % bootstrap interval as `<name>_interval` and its signature as `<name>_signature`.
-    `tokenizer` is BLEU's.
+
+    Args:
+        hypotheses: translations.
+        references: their references.
+        tokenizer: BLEU's.
+        more: further references of all sentences.
+        requested: see `metrics_on`.
     """
     scores: dict[str, Any] = {}
-    for name, metric in metrics_on(tokenizer).items():
-        scores |= _with_interval(name, metric, hypotheses, references)
+    for name, metric in _usable(tokenizer, requested, more).items():
+        scores |= _with_interval(name, metric, hypotheses, [references, *more])
         if name == "bleu":
             lowercase = Bleu(lowercase=True, tokenize=tokenizer)
-            scores |= _with_interval("bleu_lowercase", lowercase, hypotheses, references)
+            scores |= _with_interval("bleu_lowercase", lowercase, hypotheses, [references, *more])
     return scores
+
+
+def of_one_reference(requested: Iterable[str] = ()) -> list[str]:
+    """Return the names of the metrics that cannot be computed with several references; see `metrics_on`."""
+    chosen = metrics_on(DEFAULT, requested)
+    return [name for name, metric in chosen.items() if not getattr(metric, "several_references", False)]
 
 
 def paper_score(hypotheses: list[str], references: list[str], language: str) -> dict[str, Any]:
@@ -224,8 +287,8 @@ def paper_score(hypotheses: list[str], references: list[str], language: str) -> 
 
     hypotheses, references = tokenized(hypotheses), tokenized(references)
     bleu, lowercase = (Bleu(tokenize="none", smooth_method="none", lowercase=lower) for lower in (False, True))
-    scores = _with_interval("bleu_paper", bleu, split(hypotheses), split(references))
-    scores |= _with_interval("bleu_moses_lowercase", lowercase, hypotheses, references)
+    scores = _with_interval("bleu_paper", bleu, split(hypotheses), [split(references)])
+    scores |= _with_interval("bleu_moses_lowercase", lowercase, hypotheses, [references])
     moses = f"|moses:{language}|sacremoses:{sacremoses.__version__}"
     scores["bleu_paper_signature"] += f"{moses}|compounds:split"
     scores["bleu_moses_lowercase_signature"] += f"{moses}|compounds:whole"
@@ -235,7 +298,7 @@ def paper_score(hypotheses: list[str], references: list[str], language: str) -> 
 def require_sacremoses() -> Any:
     """Return the package `sacremoses`; raise InputError if it is not installed."""
     try:
-        import sacremoses
+        import sacremoses  # an extra package
     except ImportError:
         raise InputError(f"--paper: sacremoses is not installed; run: {install('paper-score')}") from None
     return sacremoses
@@ -254,30 +317,70 @@ def require_moses_language(language: str) -> None:
 
 
 def compare(
-    hypotheses: list[str], others: list[str], references: list[str], tokenizer: str = DEFAULT
+    hypotheses: list[str],
+    others: list[str],
+    references: list[str],
+    tokenizer: str = DEFAULT,
+    *,
+    more: Sequence[list[str]] = (),
+    requested: Iterable[str] = (),
 ) -> dict[str, Any]:
     """Compare two systems' translations of the same text by paired bootstrap resampling (Koehn, 2004).
 
-    Returns, for each registered metric: the score of `others` as `<name>`; `<name>_difference`, positive where
-    `hypotheses` score higher; `<name>_p_value`; and `<name>_difference_is_real`, whether the p-value is less than
-    `SIGNIFICANT`. `tokenizer` is BLEU's.
+    Returns, for each metric: the score of `others` as `<name>`; `<name>_difference`, positive where `hypotheses` score
+    higher; `<name>_p_value`; and `<name>_difference_is_real`, whether the p-value is less than `SIGNIFICANT`. See
+    `score` for the arguments.
     """
-    draws = _draws(len(references))
     figures: dict[str, Any] = {}
-    for name, metric in metrics_on(tokenizer).items():
-        this, other = (_statistics(metric, lines, references) for lines in (hypotheses, others))
-        this_score, other_score = _total_score(metric, this), _total_score(metric, other)
-        difference = this_score - other_score
-        # Without this case, equal scores get p = 1 / 1001: no resample of equal texts differs by more than nothing.
-        p_value = 1.0
-        if difference:
-            samples = np.abs(_resample(metric, this, draws) - _resample(metric, other, draws))
-            p_value = round(_p_value(samples, abs(difference)), 4)
-        figures[name] = round(other_score, 4)
-        figures[f"{name}_difference"] = round(difference, 4)
-        figures[f"{name}_p_value"] = p_value
-        figures[f"{name}_difference_is_real"] = p_value < SIGNIFICANT
+    for name, metric in _usable(tokenizer, requested, more).items():
+        this, other = (_statistics(metric, lines, [references, *more]) for lines in (hypotheses, others))
+        figures |= _compared(name, metric, this, other)
     return figures
+
+
+def _usable(tokenizer: str, requested: Iterable[str], more: Sequence[list[str]]) -> dict[str, Metric]:
+    """Return the metrics that can be computed with these further references."""
+    left_out = of_one_reference(requested) if more else []
+    return {name: metric for name, metric in metrics_on(tokenizer, requested).items() if name not in left_out}
+
+
+def _compared(name: str, metric: "Metric | _Mean", this: NDArray[Any], other: NDArray[Any]) -> dict[str, Any]:
+    """Return the score of `other`, and how much better `this` is; both are sentences' statistics."""
+    this_score, other_score = _total_score(metric, this), _total_score(metric, other)
+    difference = this_score - other_score
+    # Without this case, equal scores get p = 1 / 1001: no resample of equal texts differs by more than nothing.
+    p_value = 1.0
+    if difference:
+        draws = _draws(len(this))
+        samples = np.abs(_resample(metric, this, draws) - _resample(metric, other, draws))
+        p_value = round(_p_value(samples, abs(difference)), 4)
+    return {
+        name: round(other_score, 4),
+        f"{name}_difference": round(difference, 4),
+        f"{name}_p_value": p_value,
+        f"{name}_difference_is_real": p_value < SIGNIFICANT,
+    }
+
+
+class _Mean:
+    """The mean of scores that another program has given to sentences."""
+
+    def score(self, statistics: Any) -> float:
+        """Return the mean from a sum of scores and their number."""
+        return float(statistics[0] / statistics[1])
+
+
+def mean_score(scores: list[float], other: list[float] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the mean of sentences' scores with its interval, as `score` does, and the comparison of `compare`.
+
+    Args:
+        scores: a number for each sentence; a higher one is better.
+        other: another system's scores of the same sentences; None for no comparison.
+    """
+    metric, statistics_of = _Mean(), lambda values: np.stack([values, np.ones(len(values))], axis=1)
+    this = statistics_of(scores)
+    figures = _interval("scores", metric, this) | {"scores_signature": f"bs:{RESAMPLES}|seed:{SEED}|mean"}
+    return figures, {} if other is None else _compared("scores", metric, this, statistics_of(other))
 
 
 def are_characters(lines: list[str]) -> bool:
@@ -314,20 +417,26 @@ def _looks_lower_cased(lines: list[str]) -> bool:
     return upper < 0.02 * cased
 
 
-def _statistics(metric: Metric, hypotheses: list[str], references: list[str]) -> NDArray[np.int64]:
-    """Return the sentences' statistics [sentences, statistics]."""
-    pairs = zip(hypotheses, references, strict=True)
-    return np.array([metric.statistics(ours, theirs) for ours, theirs in pairs], dtype=np.int64)
+def _statistics(metric: Metric, hypotheses: list[str], references: Sequence[list[str]]) -> NDArray[np.int64]:
+    """Return the sentences' statistics [sentences, statistics]; `references` has one list or several."""
+    rows = zip(hypotheses, *references, strict=True)
+    return np.array([metric.statistics(ours, *theirs) for ours, *theirs in rows], dtype=np.int64)
 
 
-def _total_score(metric: Metric, sentence_statistics: NDArray[np.int64]) -> float:
+def _total_score(metric: Metric | _Mean, sentence_statistics: NDArray[Any]) -> float:
     # As Python's numbers, because `round` on NumPy's numbers is not always exact.
     return float(metric.score(sentence_statistics.sum(0).tolist()))
 
 
-def _with_interval(name: str, metric: Metric, hypotheses: list[str], references: list[str]) -> dict[str, Any]:
-    sentence_statistics = _statistics(metric, hypotheses, references)
-    resampled = sorted(map(float, _resample(metric, sentence_statistics, _draws(len(references)))))
+def _with_interval(name: str, metric: Metric, hypotheses: list[str], references: Sequence[list[str]]) -> dict[str, Any]:
+    figures = _interval(name, metric, _statistics(metric, hypotheses, references))
+    signature = re.sub(r"^nrefs:\d+", f"nrefs:{len(references)}", metric.signature())
+    return figures | {f"{name}_signature": _bootstrap_signature(signature)}
+
+
+def _interval(name: str, metric: Metric | _Mean, sentence_statistics: NDArray[Any]) -> dict[str, Any]:
+    """Return the score of sentences and its interval."""
+    resampled = sorted(map(float, _resample(metric, sentence_statistics, _draws(len(sentence_statistics)))))
     # sacreBLEU's interval: the mean plus or minus half the width of the middle 95 %. Near the end of a scale that
     # leaves the scale, so no further than any resample.
     outside = len(resampled) // 40
@@ -338,7 +447,6 @@ def _with_interval(name: str, metric: Metric, hypotheses: list[str], references:
             round(max(mean - half_width, resampled[0]), 4),
             round(min(mean + half_width, resampled[-1]), 4),
         ],
-        f"{name}_signature": _bootstrap_signature(metric.signature()),
     }
 
 
@@ -352,7 +460,7 @@ def _draws(num_sentences: int) -> NDArray[np.int64]:
     return np.random.default_rng(SEED).choice(num_sentences, size=(RESAMPLES, num_sentences), replace=True)
 
 
-def _resample(metric: Metric, sentence_statistics: NDArray[np.int64], draws: NDArray[np.int64]) -> NDArray[Any]:
+def _resample(metric: Metric | _Mean, sentence_statistics: NDArray[Any], draws: NDArray[np.int64]) -> NDArray[Any]:
     """Return the score of each resample."""
     # float32 as in sacreBLEU, for equal results to the last digit.
     rows = sentence_statistics.astype(np.float32)

@@ -94,8 +94,6 @@ def given_sampling(arguments: argparse.Namespace) -> "Sampling | None":
     Raises:
         InputError: a value is out of bounds, needs `--sample`, or an option of a search is given too.
     """
-    from model.sampling import Sampling, check_sampling
-
     given = {name: getattr(arguments, name) for name in _SAMPLING if getattr(arguments, name) is not None}
     if not arguments.sample:
         for name in given:
@@ -104,6 +102,8 @@ def given_sampling(arguments: argparse.Namespace) -> "Sampling | None":
     for name in ("beam", "n_best", "stop_rule"):
         if getattr(arguments, name) is not None:
             raise InputError(f"{_option(name)}: is for a search; omit it, or --sample, which draws one translation")
+    from model.sampling import Sampling, check_sampling  # torch, which a wrong option does not wait for
+
     sampling = Sampling(**given)
     try:
         check_sampling(sampling)

@@ -19,14 +19,22 @@ from pipeline.inference.translator import EMPTY, Hypothesis, Translator, length_
 Alignment = list[tuple[int, int]]
 """Pairs of a source and a target word, counted from 0."""
 
+Pieces = list[tuple[str, float]]
+"""A sentence's pieces, the end symbol last, each with its log-probability after those before it."""
+
 _BATCH_TOKENS = 2048
 """Upper bound on the padded tokens of a batch on either side."""
 _SCORED_TOKENS = 256
 """Target tokens whose log-probabilities over the vocabulary are in memory at the same time."""
 
 
+def score_pairs(*arguments: Any, **more: Any) -> list[float]:
+    """Return log P(target | source) of each pair, 0 for a pair of empty sentences; see `score_pieces`."""
+    return [math.fsum(pieces) for pieces in score_pieces(*arguments, **more)]
+
+
 @torch.inference_mode()
-def score_pairs(
+def score_pieces(
     network: Callable[[Tensor, Tensor, Tensor | None], Tensor],
     log_softmax: Callable[[Tensor], Tensor],
     tokenizer: Tokenizer,
@@ -34,8 +42,8 @@ def score_pairs(
     targets: Sequence[Sequence[int]],
     device: torch.device | str = "cpu",
     finished: Callable[[int], object] = lambda count: None,
-) -> list[float]:
-    """Return log P(target | source) of each pair, 0 for a pair of empty sentences.
+) -> list[list[float]]:
+    """Return the log-probability of each target token after those before it; none for a pair of empty sentences.
 
     Args:
         network: maps source ids [B, S], target ids [B, T] with the begin symbol, and a mask [B, S] that is False at
@@ -47,49 +55,44 @@ def score_pairs(
         device: the network's device.
         finished: called with a number of pairs whenever some have been scored.
     """
-    totals = [0.0] * len(sources)
-    for batch, source, mask, target, is_token in _batches(tokenizer, sources, targets, device):
+    results: list[list[float]] = [[] for _ in sources]
+    for batch, source, mask, target in _batches(tokenizer, sources, targets, device):
         states = network(source, target[:, :-1], mask)
         parts = []
         labels = target[:, 1:].flatten().split(_SCORED_TOKENS)
         for chunk, chunk_labels in zip(states.flatten(0, 1).split(_SCORED_TOKENS), labels, strict=True):
             parts.append(log_softmax(chunk).gather(1, chunk_labels.unsqueeze(1)))
-        chances = torch.cat(parts).view(len(batch), -1).masked_fill(~is_token[:, 1:], 0.0).double()
-        for index, total in zip(batch, chances.sum(1).tolist(), strict=True):
-            totals[index] = total
+        for index, chances in zip(batch, torch.cat(parts).view(len(batch), -1).tolist(), strict=True):
+            results[index] = chances[: len(targets[index])]
         finished(len(batch))
-    return totals
+    return results
 
 
 def _batches(
     tokenizer: Tokenizer, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], device: Any
-) -> Iterator[tuple[list[int], Tensor, Tensor | None, Tensor, Tensor]]:
-    """Yield the pairs' indices, source [B, S], its mask unless nothing is padded, target with begin symbol and mask."""
+) -> Iterator[tuple[list[int], Tensor, Tensor | None, Tensor]]:
+    """Yield the pairs' indices, source [B, S], its mask unless nothing is padded, and target with the begin symbol."""
     lengths = [max(len(source), len(target)) for source, target in zip(sources, targets, strict=True)]
     for batch in length_batches(lengths, _BATCH_TOKENS):
         source, mask = padded([sources[index] for index in batch], tokenizer.pad_id)
-        target, is_token = padded([[tokenizer.bos_id, *targets[index]] for index in batch], tokenizer.pad_id)
+        target, _ = padded([[tokenizer.bos_id, *targets[index]] for index in batch], tokenizer.pad_id)
         needed = None if bool(mask.all()) else mask.to(device)
-        yield batch, source.to(device), needed, target.to(device), is_token.to(device)
+        yield batch, source.to(device), needed, target.to(device)
 
 
-def score_targets(
+def piece_scores(
     translator: Translator,
     network: Any,
-    length_penalty: float,
-    targets: Sequence[str],
     source_ids: Sequence[Sequence[int]],
     target_ids: Sequence[Sequence[int]],
     finished: Callable[[int], object] = lambda count: None,
-) -> list[Hypothesis]:
-    """Return each target with its log-probability, its score as `translate` computes it, and its number of pieces.
+) -> list[list[float]]:
+    """Return the log-probability of each target piece; none of an empty pair, for which the search does not run.
 
     Args:
         translator: has the tokenizer and the device.
         network: for padded batches, a `PaddedTransformer` or that of an exported `BeamSearch`.
-        length_penalty: exponent alpha of the scores.
-        targets: the text.
-        source_ids: see `score_pairs`, like the following arguments.
+        source_ids: see `score_pieces`, like the following arguments.
         target_ids: likewise.
         finished: likewise.
 
@@ -101,14 +104,27 @@ def score_targets(
         return network.logits(states).float().log_softmax(-1)
 
     tokenizer, device = translator.tokenizer, translator.device
-    totals = score_pairs(network, log_softmax, tokenizer, source_ids, target_ids, device, finished)
-    if not all(map(math.isfinite, totals)):
+    scores = score_pieces(network, log_softmax, tokenizer, source_ids, target_ids, device, finished)
+    if not all(math.isfinite(score) for pieces in scores for score in pieces):
         raise InputError(f"{translator.name}: its scores are not finite; choose a checkpoint with finite weights")
-    penalties = penalty(torch.tensor([len(ids) for ids in target_ids]), length_penalty).tolist()
+    return scores
+
+
+def as_hypotheses(texts: Sequence[str], scores: Sequence[list[float]], length_penalty: float) -> list[Hypothesis]:
+    """Return each text with its score as `translate` computes it, from the log-probabilities of its pieces."""
+    penalties = penalty(torch.tensor([len(pieces) for pieces in scores]), length_penalty).tolist()
     return [
-        # The search does not run for an empty sentence, whose translation is empty.
-        Hypothesis(text, total / divisor, total, len(target)) if max(len(source), len(target)) > 1 else EMPTY
-        for text, source, target, total, divisor in zip(targets, source_ids, target_ids, totals, penalties, strict=True)
+        Hypothesis(text, math.fsum(pieces) / divisor, math.fsum(pieces), len(pieces)) if pieces else EMPTY
+        for text, pieces, divisor in zip(texts, scores, penalties, strict=True)
+    ]
+
+
+def spelled_pieces(tokenizer: Tokenizer, ids: Sequence[Sequence[int]], scores: Sequence[list[float]]) -> list[Pieces]:
+    """Return each sentence's pieces with their scores; none of a sentence without scores."""
+    pieces = tokenizer.pieces()
+    return [
+        [(pieces[piece], score) for piece, score in zip(row, found, strict=False)]
+        for row, found in zip(ids, scores, strict=True)
     ]
 
 
@@ -136,7 +152,7 @@ def align_words(
         device: the network's device.
     """
     pieces, results = tokenizer.pieces(), [Alignment() for _ in sources]
-    for batch, source, mask, target, _ in _batches(tokenizer, sources, targets, device):
+    for batch, source, mask, target in _batches(tokenizer, sources, targets, device):
         maps = attention_maps(network, source, target[:, :-1], mask)["cross"]
         weights = torch.stack(maps[len(maps) // 2 :]).mean((0, 2)).cpu()
         for index, attention in zip(batch, weights, strict=True):
@@ -186,8 +202,8 @@ class Scorer:
 
     def score(
         self, numbers: list[int], sources: list[str], targets: list[str], with_alignments: bool = False
-    ) -> tuple[list[Hypothesis], list[Alignment]]:
-        """Return the score of each pair and its alignment, which is empty unless alignments are wanted.
+    ) -> tuple[list[Hypothesis], list[Alignment], list[Pieces]]:
+        """Return the score of each pair, its alignment, which is empty unless alignments are wanted, and its pieces.
 
         Args:
             numbers: the source line of each pair, from 1, for warnings.
@@ -202,12 +218,13 @@ class Scorer:
         for number, of_source, of_target in zip(numbers, source_defects, target_defects, strict=True):
             self._warnings.add(number, of_source)
             self._warnings.add(number, of_target)
-        alpha = translator.settings.length_penalty
-        scored = score_targets(translator, self._network, alpha, targets, source_ids, target_ids)
+        scores = piece_scores(translator, self._network, source_ids, target_ids)
+        scored = as_hypotheses(targets, scores, translator.settings.length_penalty)
+        pieces = spelled_pieces(tokenizer, target_ids, scores)
         if not with_alignments:
-            return scored, [Alignment() for _ in scored]
-        texts = sources, targets
-        return scored, align_words(self._network.network, tokenizer, source_ids, target_ids, texts, translator.device)
+            return scored, [Alignment() for _ in scored], pieces
+        texts, network = (sources, targets), self._network.network
+        return scored, align_words(network, tokenizer, source_ids, target_ids, texts, translator.device), pieces
 
     def print_warnings(self) -> None:
         """Print a line for each defect."""

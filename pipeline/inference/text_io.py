@@ -1,8 +1,9 @@
 """Line-by-line text input for the commands, and the progress bar that they share."""
 
+import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import zip_longest
 from pathlib import Path
@@ -30,7 +31,7 @@ def progress_bar(
         description: text in front of the bar.
         smoothing: weight of the last sentences in the rate that the time left is computed from; 0 for the mean rate.
     """
-    from tqdm import tqdm
+    from tqdm import tqdm  # not for a command's help
 
     # A log file gets a line every half minute instead of an animated bar; a notebook animates its output.
     interval = 0.1 if sys.stderr.isatty() or "ipykernel" in sys.modules else 30.0
@@ -155,22 +156,46 @@ def read_sentences(path: Path) -> list[str]:
         return ["" if is_blank(line) else line for line in sentences(stream, str(path))]
 
 
-def paired_texts(source: Path, reference: Path) -> tuple[list[str], list[str]]:
-    """Return the lines of both files.
+def read_numbers(path: Path) -> list[float]:
+    """Return the number on each line of a file.
+
+    Raises:
+        InputError: the file cannot be read, or a line is no finite number.
+    """
+    numbers = []
+    for place, line in enumerate(read_sentences(path), 1):
+        try:
+            numbers.append(float(line))
+        except ValueError:
+            numbers.append(math.nan)
+        if not math.isfinite(numbers[-1]):
+            raise InputError(f"{path}:{place}: {line[:40]!r} is no finite number; give one number a line")
+    return numbers
+
+
+def require_as_many(path: Path, numbers: Sized, num_sentences: int) -> None:
+    """Raise InputError if a file has not a number for each sentence."""
+    if len(numbers) != num_sentences:
+        raise InputError(f"{path}: has {len(numbers)} scores for {num_sentences} sentences; give one a sentence")
+
+
+def paired_texts(source: Path, *references: Path) -> list[list[str]]:
+    """Return the lines of all files.
 
     Raises:
         InputError: a file cannot be read, the files differ in length, or they are empty.
     """
-    sources, references = read_sentences(source), read_sentences(reference)
-    if len(sources) != len(references):
-        shorter = source if len(sources) < len(references) else reference
-        raise InputError(
-            f"{source} has {len(sources)} lines and {reference} {len(references)}; "
-            f"{shorter} is shorter: give texts whose lines pair up"
-        )
-    if not sources:
+    texts = [read_sentences(path) for path in (source, *references)]
+    for path, lines in zip(references, texts[1:], strict=True):
+        if len(texts[0]) != len(lines):
+            shorter = source if len(texts[0]) < len(lines) else path
+            raise InputError(
+                f"{source} has {len(texts[0])} lines and {path} {len(lines)}; "
+                f"{shorter} is shorter: give texts whose lines pair up"
+            )
+    if not texts[0]:
         raise InputError(f"{source}: is empty; there is nothing to score")
-    return sources, references
+    return texts
 
 
 class Pair(NamedTuple):

@@ -10,7 +10,7 @@ from data_module.errors import InputError
 from data_module.settings import CorpusSettings
 from pipeline.inference.loading import load_translator
 from pipeline.inference.options import with_prefix
-from pipeline.inference.scoring import Alignment, Scorer, dual_cross_entropy
+from pipeline.inference.scoring import Alignment, Pieces, Scorer, dual_cross_entropy
 from pipeline.inference.text_io import CHUNK, Pair, output_file, progress_bar
 from pipeline.inference.translator import Hypothesis, Translator
 from pipeline.runtime.console import discard_output
@@ -23,6 +23,7 @@ class ScoredPair(NamedTuple):
     forward: Hypothesis
     reverse: Hypothesis | None
     alignment: Alignment
+    pieces: Pieces
 
 
 def score_text(arguments: argparse.Namespace, pairs: Iterator[Pair], total: int | None) -> None:
@@ -48,7 +49,7 @@ def score_text(arguments: argparse.Namespace, pairs: Iterator[Pair], total: int 
             return
         for one in scored:
             try:
-                print(*_numbers(one), sep="\t")
+                print(*_numbers(one), *(_piece_columns(one.pieces) if arguments.pieces else []), sep="\t")
             except BrokenPipeError:
                 if file is None:
                     raise
@@ -95,11 +96,12 @@ def score_windows(
     with progress_bar(total, description="scoring", smoothing=0) as bar:
         while window := list(islice(pairs, CHUNK)):
             numbers, sources, targets = (list(column) for column in zip(*window, strict=True))
-            forward, alignments = scorers[0].score(numbers, list(with_prefix(prefix, sources)), targets, aligned)
+            prefixed = list(with_prefix(prefix, sources))
+            forward, alignments, pieces = scorers[0].score(numbers, prefixed, targets, aligned)
             reverse = scorers[1].score(numbers, targets, sources)[0] if scorers[1:] else [None] * len(window)
             if prefix is not None:
                 alignments = [[(i - 1, j) for i, j in alignment if i] for alignment in alignments]
-            yield from map(ScoredPair, window, forward, reverse, alignments)
+            yield from map(ScoredPair, window, forward, reverse, alignments, pieces)
             bar.update(len(window))
     for scorer in scorers:
         scorer.print_warnings()
@@ -109,6 +111,11 @@ def _numbers(scored: ScoredPair) -> list[str]:
     directions = [scored.forward, *([scored.reverse] if scored.reverse else [])]
     numbers = [text for one in directions for text in (f"{one.log_probability:.4f}", str(one.num_tokens))]
     return [*numbers, f"{dual_cross_entropy(*directions):.4f}"] if scored.reverse else numbers
+
+
+def _piece_columns(pieces: Pieces) -> list[str]:
+    """Return the pieces and their log-probabilities, each in a column."""
+    return [" ".join(piece for piece, _ in pieces), " ".join(f"{score:.4f}" for _, score in pieces)]
 
 
 def _print_best(scored: Iterable[ScoredPair], n_best: int) -> None:

@@ -11,7 +11,7 @@ from io import BufferedReader
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from pipeline.inference.loading import chosen_file, load_translator
+from pipeline.inference.loading import chosen_file, load_file
 from pipeline.inference.options import SearchOptions, with_prefix
 from pipeline.inference.processes import WorkerError, choose_devices, lacking_memory, run_on_devices
 from pipeline.inference.shards import Shards, Task
@@ -32,6 +32,8 @@ def translate_text(arguments: argparse.Namespace, options: SearchOptions, stream
     """
     try:
         devices = choose_devices(arguments.devices)
+        # Once for all processes, because a run that goes on puts another checkpoint in place of this one.
+        arguments.checkpoint = chosen_file(arguments.checkpoint)
         if arguments.output is not None:
             stream.close()  # The file is opened again for each run of shards.
             _write_shards(arguments, options, _task(arguments, len(devices)), devices)
@@ -70,8 +72,6 @@ def _task(arguments: argparse.Namespace, num_processes: int) -> Task:
 
 def _write_shards(arguments: argparse.Namespace, options: SearchOptions, task: Task, devices: list[str]) -> None:
     """Write the translations to a file, together with other processes that do the same."""
-    # For all processes, because a run that goes on puts another checkpoint in place of this one.
-    arguments.checkpoint = chosen_file(arguments.checkpoint)
     if len(devices) == 1:
         _translate_shards(arguments, options, task, devices[0], 0)
     else:
@@ -110,7 +110,7 @@ def _print_shards(
 
 def _load(arguments: argparse.Namespace, options: SearchOptions, device: str | None = None) -> Translator:
     """Load the model, and check what is asked of it."""
-    translator = load_translator(arguments.checkpoint, device)
+    translator = load_file(arguments.checkpoint, device)
     options.in_place_of(translator.settings)
     translator.prefixes.check(arguments.prefix)
     return translator

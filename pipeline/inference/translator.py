@@ -71,6 +71,8 @@ class Translation(NamedTuple):
     """The n best hypotheses, best first; fewer if the search found fewer."""
     defects: Defects = Defects()
     """What was not read of the sentence as it is written."""
+    ids: tuple[int, ...] = ()
+    """Of the pieces of the best hypothesis, as the search has written them, with the end symbol."""
 
     @property
     def text(self) -> str:
@@ -165,13 +167,13 @@ class Translator:
         """
         settings = options.in_place_of(self.settings)
         sources, defects = encode_sources(self.tokenizer, sentences, self.max_source_tokens, self.prefixes)
-        results: list[list[Hypothesis]] = [[EMPTY] for _ in sources]
+        results: list[tuple[list[Hypothesis], tuple[int, ...]]] = [([EMPTY], ()) for _ in sources]
         for batch in length_batches([len(source) for source in sources], *self._batch_limits):
             lines = [first + i for i in batch]
             answers = self._search([sources[i] for i in batch], lines, options, settings, finished)
-            for index, hypotheses in zip(batch, answers, strict=True):
-                results[index] = hypotheses
-        return [Translation(*result) for result in zip(results, defects, strict=True)]
+            for index, answer in zip(batch, answers, strict=True):
+                results[index] = answer
+        return [Translation(found, wrong, ids) for (found, ids), wrong in zip(results, defects, strict=True)]
 
     def translate_lines(
         self,
@@ -212,7 +214,8 @@ class Translator:
         options: SearchOptions,
         settings: DecodingSettings,
         finished: Callable[[int], object],
-    ) -> list[list[Hypothesis]]:
+    ) -> list[tuple[list[Hypothesis], tuple[int, ...]]]:
+        """Return each sentence's hypotheses and the ids of the first one."""
         source, is_token = padded(sources, self.tokenizer.pad_id)
         mask = None if bool(is_token.all()) else is_token.to(self.device)
         given, n_best, sampling = (source.to(self.device), mask), options.n_best, options.sampling
@@ -233,7 +236,8 @@ class Translator:
                     raise InputError(f"{self.name}: was exported by a version without sampling; export it again")
             finished(len(sources))
         tokens, lengths, scores, log_probabilities = (result.flatten(0, 1).tolist() for result in answers)
-        texts = self.tokenizer.decode([row[: length - 1] for row, length in zip(tokens, lengths, strict=True)])
+        ids = [tuple(row[:length]) for row, length in zip(tokens, lengths, strict=True)]
+        texts = self.tokenizer.decode([row[:-1] for row in ids])
         hypotheses = [
             # `splitlines` also knows line breaks other than the line feed.
             Hypothesis(" ".join(text.splitlines()), score, log_probability, length)
@@ -241,9 +245,9 @@ class Translator:
         ]
         results = [
             # A length of 0 marks a hypothesis that does not exist.
-            [hypothesis for hypothesis in hypotheses[start : start + options.n_best] if hypothesis.num_tokens]
+            ([one for one in hypotheses[start : start + options.n_best] if one.num_tokens], ids[start])
             for start in range(0, len(hypotheses), options.n_best)
         ]
-        if not all(results):
+        if not all(found for found, _ in results):
             raise InputError(f"{self.name}: its scores are not finite; choose a checkpoint with finite weights")
         return results

@@ -25,16 +25,19 @@ class ValidationMetrics(torchmetrics.Metric):
     Args:
         bleu_tokenizer: sacreBLEU's tokenizer for BLEU.
         sources: names of the text sources to score apart as well; empty for the whole only.
+        requested: see `metrics_on`.
         kwargs: options of torchmetrics.
     """
 
     full_state_update = False
     repeated: Tensor
 
-    def __init__(self, bleu_tokenizer: str = DEFAULT, sources: Sequence[str] = (), **kwargs: Any) -> None:
+    def __init__(
+        self, bleu_tokenizer: str = DEFAULT, sources: Sequence[str] = (), requested: Sequence[str] = (), **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
         self._sources = sources
-        self._metrics = metrics.metrics_on(bleu_tokenizer)
+        self._metrics = metrics.metrics_on(bleu_tokenizer, requested)
         self.sentence_scores: list[float] = []
         """chrF of each translation of the last update."""
         for name, metric in self._metrics.items():
@@ -113,9 +116,10 @@ class ValidationMetrics(torchmetrics.Metric):
 
 
 def quality(scores: Mapping[str, Any]) -> str:
-    """Return the scores of a validation by registered metrics as text; empty if nothing was translated."""
+    """Return the scores of a validation as text; empty if nothing was translated."""
     of_some = f" of {float(scores[NUM_TRANSLATED]):,.0f} sentences" if NUM_TRANSLATED in scores else ""
-    found = {name: scores[f"validation/{name}"] for name in metrics.METRICS if f"validation/{name}" in scores}
+    names = (*metrics.METRICS, *metrics.ON_REQUEST)
+    found = {name: scores[f"validation/{name}"] for name in names if f"validation/{name}" in scores}
     return ", ".join(metrics.title_and_score(name, float(score)) for name, score in found.items()) + of_some
 
 

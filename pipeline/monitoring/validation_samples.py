@@ -50,6 +50,7 @@ class ValidationSamples(Callback):
         text_sources: which pairs come from which text source, to score each apart as well.
         best_by: `run.best_by`, whose best value so far is logged.
         translated: the pairs whose sources are translated; all if None.
+        requested: further metrics, see `metrics_on`.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class ValidationSamples(Callback):
         text_sources: SplitSources | None = None,
         best_by: str = "bleu",
         translated: Sequence[int] | None = None,
+        requested: Sequence[str] = (),
     ) -> None:
         self._sources, self._references, self._tokenizer = sources, references, tokenizer
         self._lengths = [len(ids) for ids in tokenizer.encode(sources)]
@@ -70,6 +72,7 @@ class ValidationSamples(Callback):
         self._longest = heapq.nlargest(NUM_LONGEST, self._translated, key=lambda pair: (self._lengths[pair], -pair))
         self._shown = {*self.samples, *self._longest}
         self._bleu_tokenizer, self._text_sources = bleu_tokenizer, text_sources
+        self._requested = [*requested, best_by]
         self._metrics = self._new_metrics()
         self._kept: dict[int, Translation] = {}
         self._worst: list[Translation] = []
@@ -93,7 +96,8 @@ class ValidationSamples(Callback):
         self._kept, self._worst = {}, []
 
     def _new_metrics(self) -> ValidationMetrics:
-        return ValidationMetrics(self._bleu_tokenizer, self._text_sources.names if self._text_sources else ())
+        sources = self._text_sources.names if self._text_sources else ()
+        return ValidationMetrics(self._bleu_tokenizer, sources, self._requested)
 
     def on_validation_batch_end(
         self,

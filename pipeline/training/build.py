@@ -198,7 +198,8 @@ def build_callbacks(start: Start, data: TranslationDataModule, backend: Backend)
         say(f"the validation text's references {warning}")
     text_sources = data.validation_sources()
     best_by = recipe.run.best_by
-    samples = ValidationSamples(sources, references, tokenizer, bleu, text_sources, best_by, data.translated_pairs)
+    translated, requested = data.translated_pairs, recipe.run.metrics
+    samples = ValidationSamples(sources, references, tokenizer, bleu, text_sources, best_by, translated, requested)
     num_passes = 2 if recipe.training.r_drop_alpha else 1
     flops = num_passes * flops_per_target_token(recipe.network, tokenizer.vocabulary_size, data.train_corpus)
     monitor = TrainingMonitor(recipe.run.log_every_steps, flops, backend, best_by)

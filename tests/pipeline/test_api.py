@@ -60,9 +60,12 @@ def test_there_are_six_names() -> None:
         pipeline.translate  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_translations_are_the_commands(model: pipeline.Model, trained_run: Path) -> None:
-    done = run_command("translate", trained_run, text="".join(text + "\n" for text in TEXTS))
-    expected = done.stdout.decode().removesuffix("\n").split("\n")
+def test_translations_are_the_commands(
+    model: pipeline.Model, trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text").write_text("".join(text + "\n" for text in TEXTS))
+    assert main(["translate", str(trained_run), "--source", str(tmp_path / "text")]) == 0
+    expected = capsys.readouterr().out.removesuffix("\n").split("\n")
     assert model.translate(TEXTS) == expected
     assert model.translate(TEXTS[0]) == expected[0]
     assert (model.translate(""), model.translate([]), model.translate("\xa0")) == ("", [], "")
@@ -114,14 +117,20 @@ def test_threads_share_a_model(kind: str, model: pipeline.Model, operators: pipe
 
 @pytest.mark.parametrize("kind", ["checkpoint", "bundle"])
 def test_scores_are_the_commands(
-    kind: str, model: pipeline.Model, trained_run: Path, bundle: Path, tmp_path: Path
+    kind: str,
+    model: pipeline.Model,
+    trained_run: Path,
+    bundle: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     used, path = (model, trained_run) if kind == "checkpoint" else (pipeline.load(bundle), bundle)
     sides = TEXTS, TEXTS[::-1]
     for name, lines in zip(("source", "target"), sides, strict=True):
         (tmp_path / name).write_text("".join(line + "\n" for line in lines))
-    done = run_command("score", path, "--source", tmp_path / "source", "--target", tmp_path / "target")
-    expected = [line.split("\t") for line in done.stdout.decode().splitlines()]
+    files = ["--source", str(tmp_path / "source"), "--target", str(tmp_path / "target")]
+    assert main(["score", str(path), *files]) == 0
+    expected = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
     for found, text, (total, count) in zip(used.score(*sides), sides[1], expected, strict=True):
         assert (found.text, found.num_tokens) == (text, int(count))
         assert found.log_probability == pytest.approx(float(total), abs=1e-4)
@@ -174,6 +183,23 @@ def test_attention_is_the_networks(model: pipeline.Model, trained_run: Path) -> 
     other = model.attention(TEXTS[0], target="the dog")
     assert other.target != found.target
     assert "".join(other.target[:-1]).replace("\u2581", " ").strip() == "the dog"
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "bundle"])
+def test_pieces_of_a_translation_sum_to_its_score(kind: str, model: pipeline.Model, bundle: Path) -> None:
+    """Of the model's own, whose search gives the sum, as of a given one."""
+    used = model if kind == "checkpoint" else pipeline.load(bundle)
+    for text in TEXTS[:12]:
+        [best] = used.translate(text, 1)
+        pieces = used.pieces(text)
+        assert len(pieces) == best.num_tokens
+        assert "".join(piece for piece, _ in pieces[:-1]).replace("\u2581", " ").strip() == best.text
+        assert pieces[-1][0] == "</s>"
+        assert sum(score for _, score in pieces) == pytest.approx(best.log_probability, abs=1e-4)
+        given = used.pieces(text, "the dog")
+        assert sum(score for _, score in given) == pytest.approx(used.score(text, "the dog").log_probability, abs=1e-6)
+    assert used.pieces("") == []
+    assert "give one text each, not ['a']" in refusal(lambda: used.pieces(["a"]))  # type: ignore[arg-type]
 
 
 def test_pictures_of_attention(model: pipeline.Model, tokenizer: Tokenizer) -> None:
@@ -275,8 +301,7 @@ def test_mistakes_have_the_commands_lines(
         wrong = pipeline.Sampling(**values)  # type: ignore[arg-type]
         assert f"sample: {said}" in refusal(lambda wrong=wrong: model.translate("a", sample=wrong))  # type: ignore
     assert "sample True: give a pipeline.Sampling" in refusal(lambda: model.translate("a", sample=True))  # type: ignore
-    assert "attention is that of one sentence" in refusal(lambda: model.attention(["a"]))  # type: ignore[arg-type]
-    assert "give text, not ['b', 'c']" in refusal(lambda: model.attention("a", ["b", "c"]))  # type: ignore[arg-type]
+    assert "give one text each, not ['b', 'c']" in refusal(lambda: model.attention("a", ["b", "c"]))  # type: ignore
     assert "2 sources and 1 targets" in refusal(lambda: model.score(["a", "b"], ["a"]))
     assert "1 sources and 1 targets" in refusal(lambda: model.score("a", ["a"]))  # type: ignore[call-overload]
 

@@ -231,6 +231,10 @@ KEYS: dict[str, tuple[Any, Use | None]] = {
         39,
         lambda b: same(map(len, (b.data.translated_pairs, b.callbacks["ValidationSamples"]._translated))),
     ),
+    "run.metrics": (
+        ["ter"],
+        lambda b: [name for name in b.callbacks["ValidationSamples"]._metrics._metrics if name == "ter"],
+    ),
     "run.patience": (8, lambda b: b.callbacks["ResumableEarlyStopping"].patience),
     "run.bleu_tokenizer": ("char", lambda b: b.callbacks["ValidationSamples"].state_dict()["bleu_tokenizer"]),
     "run.log_every_steps": (4, lambda b: b.callbacks["TrainingMonitor"]._every_steps),

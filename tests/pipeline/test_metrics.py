@@ -2,16 +2,28 @@
 
 import math
 import random
+import statistics
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import sacrebleu
+from sacrebleu import significance
 from sacrebleu.significance import PairedTest
 
 from data_module.errors import InputError
 from pipeline.inference import metrics
-from pipeline.inference.metrics import METRICS, compare, corpus_score, paper_score, reference_warnings, score
+from pipeline.inference.metrics import (
+    METRICS,
+    compare,
+    corpus_score,
+    mean_score,
+    of_one_reference,
+    paper_score,
+    reference_warnings,
+    score,
+)
 
 REFERENCES = [
     "Der Vater-Sohn-Tag ist heute.",
@@ -174,6 +186,59 @@ def test_intervals_where_some_draws_match_nothing() -> None:
 def test_intervals_do_not_leave_the_scale() -> None:
     low, high = score(["a b"] * 99 + ["b a"], ["a b"] * 100)["exact_match_interval"]
     assert 95 < low < 99 < high <= 100
+
+
+def test_scores_intervals_and_signatures_are_sacrebleus() -> None:
+    """Of one reference and of two, which metrics of one reference leave out."""
+    draws = random.Random(5)
+    words = ["ein", "Hund", "und", "Katze,", "läuft.", "schnell"]
+    first, second, hypotheses = (
+        [" ".join(draws.choices(words, k=draws.randint(1, 9))) for _ in range(40)] for _ in "abc"
+    )
+    hypotheses[:9], second[9:15], hypotheses[15] = first[:9], hypotheses[9:15], ""
+    for references in ([first], [first, second]):
+        figures = score(hypotheses, references[0], more=references[1:], requested=["ter", "chrf2++"])
+        for name, theirs in (
+            ("bleu", sacrebleu.BLEU()),
+            ("bleu_lowercase", sacrebleu.BLEU(lowercase=True)),
+            ("chrf", sacrebleu.CHRF()),
+            ("ter", sacrebleu.TER()),
+            ("chrf2++", sacrebleu.CHRF(word_order=2)),
+        ):
+            expected: Any = theirs.corpus_score(hypotheses, references, n_bootstrap=1000)
+            assert figures[name] == pytest.approx(expected.score, abs=1e-4)
+            low, high = figures[f"{name}_interval"]
+            assert [low, high] == pytest.approx(
+                [expected._mean - expected._ci, expected._mean + expected._ci], abs=2e-3
+            )
+            assert figures[f"{name}_signature"] == theirs.get_signature().format()
+        matches = [line in lines for line, *lines in zip(hypotheses, *references, strict=True)]
+        assert figures["exact_match"] == 100 * sum(matches) / 40
+    assert of_one_reference(["ter"]) == []
+
+
+def test_the_mean_of_another_programs_scores() -> None:
+    """Interval and p-value are what sacreBLEU computes from resampled means."""
+    draws = random.Random(6)
+    this, other = ([draws.gauss(mean, 0.2) for _ in range(60)] for mean in (0.80, 0.74))
+    figures, difference = mean_score(this, other)
+    assert figures["scores"] == pytest.approx(statistics.mean(this), abs=1e-4)
+    drawn = np.random.default_rng(12345).choice(60, size=(1000, 60), replace=True)
+    resampled, others = np.array(this)[drawn].mean(1), np.array(other)[drawn].mean(1)
+    mean, half_width = significance.estimate_ci(resampled)
+    assert figures["scores_interval"] == pytest.approx([mean - half_width, mean + half_width], abs=1e-4)
+    real = statistics.mean(this) - statistics.mean(other)
+    samples = np.abs(resampled - others)
+    p_value = significance._compute_p_value(samples - samples.mean(), abs(real))
+    assert difference == {
+        "scores": round(statistics.mean(other), 4),
+        "scores_difference": round(real, 4),
+        "scores_p_value": round(p_value, 4),
+        "scores_difference_is_real": p_value < 0.05,
+    }
+    assert 0.001 < p_value < 0.3
+    assert mean_score(this)[1] == {}
+    assert mean_score(this, this)[1]["scores_p_value"] == 1
 
 
 def test_p_values_are_sacrebleus() -> None:

@@ -102,6 +102,35 @@ def test_scores_are_those_of_teacher_forcing(
     assert [float(total) for total, _ in rows] == pytest.approx([total for total, _ in expected], abs=allowed)
 
 
+@pytest.mark.parametrize("kind", ["run", "bundle"])
+def test_scores_of_pieces(
+    kind: str,
+    trained_run: Path,
+    bundle: Path,
+    trained: TrainedModel,
+    texts: tuple[Path, Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Each is what the piece adds to the log-probability of the beginning of the target."""
+    model = {"run": trained_run, "bundle": bundle}[kind]
+    rows = run(capsys, model, "--source", texts[0], "--target", texts[1], "--pieces")
+    assert rows[14] == ["0.0000", "0", "", ""]
+    tokenizer, vocabulary = trained.tokenizer, trained.tokenizer.pieces()
+    for number, (total, count, pieces, scores) in enumerate(rows):
+        if number == 14:
+            continue
+        ids = encode_sources(tokenizer, [TARGETS[number]])[0][0]
+        assert pieces.split(" ") == [vocabulary[one] for one in ids]
+        values = list(map(float, scores.split(" ")))
+        assert len(values) == int(count)
+        assert sum(values) == pytest.approx(float(total), abs=ROUNDED * (len(values) + 1))
+        if number < 3:
+            source = torch.tensor(encode_sources(tokenizer, [SOURCES[number]])[0][0])
+            truth = [forced_log_probability(trained.network, source, ids[:end]) for end in range(1, len(ids) + 1)]
+            steps = [after - before for after, before in zip(truth, [0.0, *truth], strict=False)]
+            assert values == pytest.approx(steps, abs=ROUNDED + 2 * tolerance(trained.network))
+
+
 def test_a_bundle_cuts_what_its_checkpoint_cuts(
     trained_run: Path, bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,7 +152,7 @@ def test_each_side_has_its_tokenizer(marian: Path) -> None:
     network = Transformer(tokenizer.vocabulary_size, NetworkSettings(**model.network))
     network.load_state_dict(model.weights)
     translator = Translator(network, tokenizer, DecodingSettings())
-    [scored], _ = Scorer(translator).score([1], ["the dog"], [target])
+    [scored], *_ = Scorer(translator).score([1], ["the dog"], [target])
     source = torch.tensor([*tokenizer.encode(["the dog"])[0].tolist(), tokenizer.eos_id])
     ids = [*tokenizer.target.encode([target])[0].tolist(), tokenizer.eos_id]
     assert scored.num_tokens == len(ids)
@@ -307,7 +336,7 @@ def test_alignments_do_not_count_the_prefix(monkeypatch: pytest.MonkeyPatch) -> 
 
         def score(self, numbers: list[int], sources: list[str], targets: list[str], aligned: bool) -> Any:
             read.extend(sources)
-            return [EMPTY], [[(0, 0), (2, 1)]]
+            return [EMPTY], [[(0, 0), (2, 1)]], [[]]
 
         def print_warnings(self) -> None: ...
 
@@ -341,6 +370,7 @@ def test_mistakes(
         ([*given, write(tmp_path / "gap", ["1\ta", "3\tb"]), "--n-best", 1], "gap: line 2 is not of an n-best list"),
         ([*given, write(tmp_path / "few", ["1\ta", "2\tb"]), "--n-best", 1], "few ends after 2 lines"),
         ([*given, target, "--n-best", 1, "--alignments", words], "--alignments: cannot be given with --n-best"),
+        ([*given, target, "--n-best", 1, "--pieces"], "--pieces: cannot be given with --n-best"),
         ([*given, target, "--alignments", target], f"{target}: is the text to score"),
         ([bundle, *given[1:], target, "--alignments", words], "--alignments: a bundle does not give"),
         ([*given, target, "--prefix", "<x>"], "--prefix <x>: is no prefix of this model"),

@@ -14,7 +14,7 @@ from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import PaddedTransformer, Transformer
 from pipeline.inference.options import SearchOptions
 from pipeline.inference.pieces import encode_sources
-from pipeline.inference.scoring import score_targets
+from pipeline.inference.scoring import piece_scores
 from pipeline.inference.text_io import Defects
 from pipeline.inference.translator import EMPTY, Translator, length_batches
 from tests.conftest import train_tokenizer
@@ -120,7 +120,7 @@ def test_weights_that_are_not_finite_are_refused(tokenizer: Tokenizer) -> None:
     lines = make_sentences(3)
     ids, _ = encode_sources(tokenizer, lines, None)
     with pytest.raises(InputError, match="runs/nan: its scores are not finite"):
-        score_targets(translator, PaddedTransformer(network), 0.6, lines, ids, ids)
+        piece_scores(translator, PaddedTransformer(network), ids, ids)
 
 
 def test_a_bundle_of_an_earlier_version_cannot_sample(tokenizer: Tokenizer) -> None:
