@@ -56,7 +56,11 @@ def test_curves_in_turns(
         assert len(np.unique(np.asarray(picture.convert("RGB")).reshape(-1, 3), axis=0)) > 10
 
 
-def test_minutes(recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_minutes(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(learn, "UNTIMED", 1)
+    monkeypatch.setattr(learn, "TIMED", 2)
     output = tmp_path / "output"
     command = ["learn", str(recipe_file), "--minutes", "1e-5", "--output", str(output)]
     command += ["--training.optimizer", "muon", "--training.muon_momentum", "0.9"]  # of ours, not of the baseline

@@ -79,18 +79,6 @@ def test_the_likelihood_of_averaged_weights_chooses(recipe_file: Path, tmp_path:
     assert f"best validation: step {best}: negative log-likelihood {logged[best][tag]:.4f}" in done.stderr.decode()
 
 
-@pytest.mark.slow
-def test_compiled_and_eager_training_agree(recipe_file: Path, tmp_path: Path) -> None:
-    """A run compiled on two ranks and resumed in eager mode on one equals an eager run, up to rounding."""
-    options = ["--training.adam_epsilon", 1e-3, "--training.learning_rate_factor", 0.5]
-    options += ["--batches.max_tokens_per_device", 100]
-    eager = fit(recipe_file, tmp_path / "eager", *options)
-    run = tmp_path / "compiled"
-    fit(recipe_file, run, *options, "--run.compile", "true", "--trainer.devices", 2, "--trainer.max_steps", 6)
-    fit(recipe_file, run, *options)
-    assert_equal(eager, run, tolerance=2e-6)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_killed_and_resumed_equals_uninterrupted(recipe_file: Path, tmp_path: Path, workers: int) -> None:
     """Bit for bit, with dropout, or with all regularization. Steps after the last checkpoint are repeated."""
@@ -200,21 +188,6 @@ def test_a_corpus_copied_without_its_texts(tiny_corpus: Path, recipe_file: Path,
     )
     assert refused.returncode == 2
     assert b"max_tokens" in refused.stderr
-
-
-def test_learned_positions_reach_the_longest_validation_sentence(
-    tiny_corpus: Path, recipe_file: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(tiny_corpus.parent, tmp_path / "texts")
-    text = tmp_path / "texts" / "validation.target"
-    longest = max(text.read_text().splitlines(), key=len)
-    text.write_text(text.read_text().replace(longest, " ".join([longest] * 7)))
-    longer = [f"--corpus.validation.target={text}", "--corpus.folder", tmp_path / "corpus"]
-    learned = ["--network.learned_positions", "true", "--network.max_positions", 60]
-    fit(recipe_file, tmp_path / "short", *learned, "--trainer.max_steps", 1)
-    done = pipeline("fit", "--config", recipe_file, "--run.folder", tmp_path / "run", *longer, *learned)
-    assert done.returncode == 2
-    assert "error: command line: network.max_positions 60 is less than the longest sentence" in done.stderr.decode()
 
 
 def test_configured_plots(recipe_file: Path, tmp_path: Path) -> None:

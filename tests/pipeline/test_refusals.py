@@ -91,6 +91,12 @@ def text(change: Callable[[bytes], bytes], is_prepared: bool = False) -> Callabl
     return damage
 
 
+def a_long_validation_sentence(place: Place) -> None:
+    path = place.folder / "validation.target"
+    path.write_text(path.read_text().replace("\n", 30 * " the old house" + "\n", 1))
+    prepared(network__learned_positions=True, network__max_positions=60)(place)
+
+
 def another_corpus(place: Place) -> None:
     prepare(load_recipe([place.recipe]).corpus, progress=False)
     place.give(corpus__lowercase=True)
@@ -201,6 +207,10 @@ MISTAKES: dict[str, tuple[Callable[[Place], None], str]] = {
     "positions": (
         prepared(network__learned_positions=True, network__max_positions=5),
         "network.max_positions 5 is less than the longest sentence trained or validated on",
+    ),
+    "positions of the validation": (
+        a_long_validation_sentence,
+        "network.max_positions 60 is less than the longest sentence trained or validated on",
     ),
     "no translation": (
         prepared(monitoring__attention_sentences=[13, 14], run__validation_translations=3),
