@@ -163,7 +163,7 @@ PLAIN_ATTENTION = Attention("plain", None, constant_rows=False)
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention.varlen import varlen_attn  # An experimental part of PyTorch, which only GPUs need.
 
     window = (-1, 0) if segments.is_causal else (-1, -1)
     offsets, longest = (segments.query_offsets, segments.key_offsets), segments.longest

@@ -53,7 +53,7 @@ def _attention(
     dtype: torch.dtype, device: str, heads: tuple[int, int, int], *, is_cross: bool, is_causal: bool
 ) -> float:
     """Return the largest error of results and gradients, as a share of the largest value."""
-    from model.fast.triton_attention import segment_attention
+    from model.fast.triton_attention import segment_attention  # imports Triton
 
     num_heads, d_k, d_v = heads
     query_lengths = [query for query, _ in _LENGTHS]
@@ -83,7 +83,7 @@ def _attention(
 
 def _loss(dtype: torch.dtype, device: str, alpha: float) -> float:
     """Do the same for what reads logits: of one pass, or of two for an alpha of R-Drop."""
-    from model.fast.triton_loss import TRITON_LOSS
+    from model.fast.triton_loss import TRITON_LOSS  # imports Triton
 
     logits = 3.0 * _random(40, 9000, dtype=dtype, device=device)
     exact, targets = logits.cpu().double(), torch.arange(20).repeat_interleave(2).unsqueeze(1)

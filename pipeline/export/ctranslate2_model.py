@@ -50,6 +50,7 @@ def write_ctranslate2(
 
 
 def _specification(trained: Transformer, tokenizer: Tokenizer) -> Any:
+    # An optional extra.
     from ctranslate2.specs import TransformerSpec
     from ctranslate2.specs.common_spec import Activation
 
