@@ -73,8 +73,6 @@ def check_machine(job: JobStep | None = None) -> Iterator[CheckResult]:
 def check_start(plan: Plan, report: Report) -> None:
     """Check that the machine can train as the plan asks for, and that a prepared corpus keeps to its limits."""
     recipe = plan.recipe
-    for line in plan.notes:
-        report.note(line)
     if plan.initial is not None:
         report.ok(f"starts from the weights of {plan.initial.path}")
     with report.part():

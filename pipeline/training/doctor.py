@@ -92,6 +92,8 @@ def check_fit(recipe: Recipe, job: JobStep | None, asked: Question) -> list[Chec
     with findings.part():
         if not is_in_use(recipe.run_folder()):  # Checkpoints may be removed while they are read.
             plan = plan_start(recipe, job, asked.fresh, asked.init_from)
+    for note in plan.notes if plan is not None else ():
+        findings.note(note)
     check_start(plan or Plan(recipe, job, asked.fresh), findings)
     if texts is not None and plan is not None:
         with findings.part():

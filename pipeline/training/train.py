@@ -38,6 +38,8 @@ def follow(plan: Plan, folder: RunFolder | None, further_callbacks: Sequence[Cal
     if folder is not None:  # One rank checks, so that a mistake is said once; its exit code ends the others of a job.
         check_start(plan, Report())
     start = open_corpus(plan, folder)
+    for note in plan.notes:
+        say(note)
     with ExitStack() as stack:
         if folder is not None:
             stack.enter_context(in_use(plan.recipe.corpus_folder()))
