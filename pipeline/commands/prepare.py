@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prepare the recipe's corpus and print its numbers."""
     recipe = load_recipe(arguments.config, arguments.overrides)
     with recipe.naming_places():
-        from pipeline.training.new_corpus import prepare_and_report  # imports numpy, which `--help` does without
+        from pipeline.training.new_corpus import print_new_corpus  # imports numpy, which `--help` does without
 
-        prepare_and_report(recipe, arguments.init_from, arguments.force)
+        print_new_corpus(recipe, arguments.init_from, arguments.force)
     return 0

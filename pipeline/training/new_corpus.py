@@ -1,17 +1,28 @@
-"""What `prepare` does when the recipe has no mistake: the corpus, a report on its pieces, and its numbers."""
+"""A corpus that is prepared now, and what is worth knowing of its pieces: for `prepare` and `fit`."""
 
 import json
-import sys
 from pathlib import Path
+from typing import Any
 
 from data_module.corpus.manifest import numbers, summary
 from data_module.corpus.preparation import prepare
+from data_module.settings import CorpusSettings
+from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.config.recipe import Recipe
 from pipeline.inference.pieces import corpus_report
+from pipeline.runtime.console import say
 
 
-def prepare_and_report(recipe: Recipe, init_from: Path | None, force: bool) -> None:
-    """Prepare the recipe's corpus and print its numbers.
+def prepare_and_report(settings: CorpusSettings, tokenizer: Tokenizer | None, force: bool = False) -> dict[str, Any]:
+    """Do what `data_module`'s `prepare` does, and report on pieces and pairs; return the manifest."""
+    manifest = prepare(settings, tokenizer, force=force)
+    for line in (*(line for line, _ in corpus_report(settings, tokenizer)), *summary(manifest).splitlines()):
+        say(line)
+    return manifest
+
+
+def print_new_corpus(recipe: Recipe, init_from: Path | None, force: bool) -> None:
+    """Do what the command `prepare` does with a recipe that has no mistake.
 
     Args:
         recipe: the recipe.
@@ -21,12 +32,10 @@ def prepare_and_report(recipe: Recipe, init_from: Path | None, force: bool) -> N
     Raises InputError as `prepare` and `load_initial_weights` do.
     """
     tokenizer = None
-    if init_from is not None:
-        from pipeline.training.start import load_initial_weights  # It imports torch, which the rest does without.
+    if init_from:
+        from pipeline.training.start import load_initial_weights  # imports torch
 
         tokenizer = load_initial_weights(init_from, recipe).tokenizer
-    manifest = prepare(recipe.corpus, tokenizer, force=force)
-    for line, _ in corpus_report(recipe.corpus, tokenizer):
-        print(line, file=sys.stderr)
-    print(f"{summary(manifest)}\nthe corpus is in {recipe.corpus.folder}", file=sys.stderr, flush=True)
+    manifest = prepare_and_report(recipe.corpus, tokenizer, force)
+    say(f"the corpus is in {recipe.corpus.folder}")
     print(json.dumps({"folder": recipe.corpus.folder, **numbers(manifest)}))

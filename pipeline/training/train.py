@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 
-from data_module.corpus.manifest import TOKENIZER_NAME, summary
-from data_module.corpus.preparation import existing_corpus, in_use, prepare
+from data_module.corpus.manifest import TOKENIZER_NAME
+from data_module.corpus.preparation import existing_corpus, in_use
 from data_module.errors import SCRIPTS
 from data_module.settings import CorpusSettings
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.checkpointing.run_folder import RunFolder, count_start
-from pipeline.inference.pieces import corpus_report
 from pipeline.runtime import signals
 from pipeline.runtime.backend import choose_backend
 from pipeline.runtime.compiled_code import start_compiler
@@ -22,6 +21,7 @@ from pipeline.runtime.devices import allow_tf32
 from pipeline.runtime.launch import process_rank
 from pipeline.training.build import build_callbacks, build_data, build_module, build_trainer
 from pipeline.training.checks import check_start
+from pipeline.training.new_corpus import prepare_and_report
 from pipeline.training.recipe_checks import Report
 from pipeline.training.start import Plan, Start, check_vocabulary, finished_reason
 from pipeline.training.trainer import trainer_options
@@ -83,11 +83,7 @@ def ensure_corpus(settings: CorpusSettings, tokenizer: Tokenizer | None = None) 
         say(f"{settings.folder} is up to date")
         return manifest
     with signals.default_signals():
-        manifest = prepare(settings, tokenizer)
-        for line, _ in corpus_report(settings, tokenizer):
-            say(line)
-    say(summary(manifest))
-    return manifest
+        return prepare_and_report(settings, tokenizer)
 
 
 def has_finished(start: Start) -> bool:
