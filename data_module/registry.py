@@ -25,7 +25,8 @@ class Registry(dict[str, T]):
         """Raise ValueError."""
         raise ValueError(self.unknown(name))
 
-    def unknown(self, name: str) -> str:
-        """Return the message for a name that is not registered."""
-        registered = f"registered are: {', '.join(self) or 'none'}; register it before the command starts"
-        return f"{self.key} {name!r} is not registered; {did_you_mean(str(name), self, registered)}"
+    def unknown(self, name: str, *others: str) -> str:
+        """Return the message for a name that is neither registered nor one of `others`, which the key may be too."""
+        known = [*self, *others]
+        registered = f"registered are: {', '.join(known) or 'none'}; register it before the command starts"
+        return f"{self.key} {name!r} is not registered; {did_you_mean(str(name), known, registered)}"

@@ -215,7 +215,7 @@ def mode_of(name: str) -> Literal["max", "min"]:
         return "min"
     metric = METRICS.get(name) or ON_REQUEST.get(name)
     if metric is None:
-        raise InputError(METRICS.unknown(name))
+        raise InputError(METRICS.unknown(name, LIKELIHOOD, *ON_REQUEST))
     return "max" if getattr(metric, "higher_is_better", True) else "min"
 
 

@@ -1,6 +1,7 @@
 """Images at each validation: attention weights and position encodings, and the embeddings for the projector."""
 
 from itertools import zip_longest
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -73,18 +74,20 @@ class AttentionPlots(Callback):
         if not isinstance(log, RunLog) or not log.writes or trainer.sanity_checking:
             return
         assert isinstance(pl_module, TranslationModule)
+        from pipeline.monitoring import attention_images  # Imports matplotlib, which other ranks do not need.
+
         for number, pair in enumerate(self._pairs, 1):
-            self._log_attention(log, pl_module, number, pair, trainer.global_step)
+            self._log_attention(attention_images, log, pl_module, number, pair)
         if pl_module.network_settings.learned_positions or not self._positions_drawn:
             self._positions_drawn = True
-            self._log_positions(log, pl_module, trainer.global_step)
+            self._log_positions(attention_images, log, pl_module)
         self._write_embeddings(log, pl_module)
 
-    def _log_attention(self, log: RunLog, module: TranslationModule, number: int, pair: int, step: int) -> None:
+    def _log_attention(
+        self, drawing: ModuleType, log: RunLog, module: TranslationModule, number: int, pair: int
+    ) -> None:
         """Log the attention of a validation pair while the decoder is given its translation."""
-        from pipeline.monitoring import attention_images as drawing  # imports matplotlib
-
-        special = module.special
+        special, step = module.special, module.global_step
         source = [*self._sources[pair][: _MAX_PIECES - 1], special.eos]
         target = [piece for piece in self._samples.translation(pair).pieces if piece >= NUM_SPECIAL_IDS]
         target = target[: _MAX_PIECES - 1]
@@ -107,9 +110,7 @@ class AttentionPlots(Callback):
             image = drawing.draw_attention(kind, weights, labels, self._layers[kind], self._heads, subject)
             log.add_image(f"validation_attention/{kind}_{number}", image, step)
 
-    def _log_positions(self, log: RunLog, module: TranslationModule, step: int) -> None:
-        from pipeline.monitoring.attention_images import draw_matrix  # imports matplotlib
-
+    def _log_positions(self, drawing: ModuleType, log: RunLog, module: TranslationModule) -> None:
         positions = module.network.positions
         count = min(_MAX_POSITIONS, positions.max_positions or _MAX_POSITIONS)
         with torch.no_grad():
@@ -119,8 +120,8 @@ class AttentionPlots(Callback):
             title = f"sinusoidal positions, {table.shape[1]} dimensions"
             columns = "sines (dimensions 0, 2, 4 …), then cosines (1, 3, 5 …)"
             table = np.concatenate((table[:, 0::2], table[:, 1::2]), axis=1)
-        image = draw_matrix(title, table, "position", columns)
-        log.add_image("validation_attention/positions", image, step)
+        image = drawing.draw_matrix(title, table, "position", columns)
+        log.add_image("validation_attention/positions", image, module.global_step)
 
     def _write_embeddings(self, log: RunLog, module: TranslationModule) -> None:
         """Write the embeddings of the most frequent pieces for TensorBoard's projector, which shows one version."""

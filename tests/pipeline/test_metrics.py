@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 import statistics
 import sys
 from typing import Any
@@ -19,10 +20,12 @@ from pipeline.inference.metrics import (
     compare,
     corpus_score,
     mean_score,
+    mode_of,
     of_one_reference,
     paper_score,
     reference_warnings,
     score,
+    title_and_score,
 )
 
 REFERENCES = [
@@ -289,9 +292,25 @@ def test_names_that_cannot_be_registered() -> None:
         ("chrf", "is taken"),
         ("exact_match", "is taken"),
         ("accuracy", "is taken"),
+        ("likelihood", "is taken"),
         ("best_bleu", "is taken"),
         ("a b", "ident"),
     ):
         with pytest.raises(ValueError, match=message):
             METRICS[name] = Lines()
     assert list(METRICS) == ["bleu", "chrf", "exact_match"]
+
+
+def test_what_may_choose_checkpoints() -> None:
+    """Metrics and the likelihood; a name that is near to one of them is proposed."""
+    assert [mode_of(name) for name in ("bleu", "chrf", "likelihood")] == ["max", "max", "min"]
+    assert [title_and_score(name, 1.23456) for name in ("bleu", "likelihood")] == [
+        "BLEU 1.23",
+        "negative log-likelihood 1.2346",
+    ]
+    for name, way_out in (
+        ("likelyhood", "did you mean likelihood?"),
+        ("xyz", "registered are: bleu, chrf, exact_match, l"),
+    ):
+        with pytest.raises(InputError, match=f"^run.best_by '{name}' is not registered; {re.escape(way_out)}"):
+            mode_of(name)
