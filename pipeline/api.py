@@ -163,18 +163,42 @@ class Model:
         return PaddedTransformer(load_model(self._checkpoint.path).network.to(self._translator.device))
 
     @overload
-    def translate(self, sentences: str, *, sample: Sampling | None = None, progress: bool = True) -> str: ...
+    def translate(
+        self,
+        sentences: str,
+        *,
+        sample: Sampling | None = None,
+        target_prefix: str | list[str] | None = None,
+        progress: bool = True,
+    ) -> str: ...
     @overload
     def translate(
-        self, sentences: list[str], *, sample: Sampling | None = None, progress: bool = True
+        self,
+        sentences: list[str],
+        *,
+        sample: Sampling | None = None,
+        target_prefix: str | list[str] | None = None,
+        progress: bool = True,
     ) -> list[str]: ...
     @overload
     def translate(
-        self, sentences: str, n_best: int, *, sample: Sampling | None = None, progress: bool = True
+        self,
+        sentences: str,
+        n_best: int,
+        *,
+        sample: Sampling | None = None,
+        target_prefix: str | list[str] | None = None,
+        progress: bool = True,
     ) -> list[Hypothesis]: ...
     @overload
     def translate(
-        self, sentences: list[str], n_best: int, *, sample: Sampling | None = None, progress: bool = True
+        self,
+        sentences: list[str],
+        n_best: int,
+        *,
+        sample: Sampling | None = None,
+        target_prefix: str | list[str] | None = None,
+        progress: bool = True,
     ) -> list[list[Hypothesis]]: ...
     def translate(
         self,
@@ -182,6 +206,7 @@ class Model:
         n_best: int | None = None,
         *,
         sample: Sampling | None = None,
+        target_prefix: str | list[str] | None = None,
         progress: bool = True,
     ) -> Any:
         """Translate a sentence or a list of sentences. An empty sentence has an empty translation.
@@ -194,13 +219,16 @@ class Model:
             n_best: number of hypotheses for each sentence, at most the beam size, or 1 with `sample`.
             sample: draw each translation at random, by the seed and the number of the sentence in the list, which is 1
                 for the first; None to search for the best.
+            target_prefix: the text that each translation begins with, or a list with one for each sentence, which may
+                be empty; None if translations may begin with anything.
             progress: show a progress bar on standard error, after two seconds.
 
         Returns:
             The translation of each sentence; with `n_best`, a list of hypotheses with scores, best first.
 
         Raises:
-            InputError: `n_best` or a setting of `sample` is out of bounds, or a sentence is not text.
+            InputError: `n_best` or a setting of `sample` is out of bounds, a sentence is not text, or a target prefix
+                cannot begin a translation.
         """
         texts = _texts(sentences, "sentences")
         count, beam_size = 1 if n_best is None else n_best, self._settings.beam_size
@@ -212,9 +240,15 @@ class Model:
             raise InputError(f"n_best {count}: must be 1 or more")
         if count > beam_size:
             raise InputError(f"n_best {count}: is more than the beam, {beam_size}; load the model with more beam_size")
+        prefixes = None
+        if target_prefix is not None:
+            given = [target_prefix] * len(texts) if isinstance(target_prefix, str) else target_prefix
+            prefixes = _texts(given, "target_prefix")
+            if len(prefixes) != len(texts):
+                raise InputError(f"{len(texts)} sentences and {len(prefixes)} target prefixes; give one for each")
         with _mistakes_in_one_line(), progress_bar(len(texts), show=progress) as bar:
             options = replace(self._options, n_best=count, sampling=sample)
-            translations = self._translator.translate(texts, options, finished=bar.update)
+            translations = self._translator.translate(texts, options, target_prefixes=prefixes, finished=bar.update)
         self._warn([translation.defects for translation in translations])
         answers: list[Any] = [
             translation.text if n_best is None else translation.hypotheses for translation in translations

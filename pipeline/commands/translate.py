@@ -1,6 +1,7 @@
 """Translate sentences: one output line for each input line, in order; an empty line stays empty.
 
-Reads --source or standard input. Standard error names the checkpoint that was chosen from a run folder, and at the end
+Reads --source or standard input. With --target-prefix or --target-prefixes, translations begin with a given text.
+Standard error names the checkpoint that was chosen from a run folder, and at the end
 the number of lines that were not UTF-8, were cut, lack a prefix, have characters or pieces that training never had or
 have U+2581, with the first three of them. With --n-best, up to N translations are printed for a line, best first,
 each after the line's number and a tab. With --scores, each translation follows its score (log-probability divided by
@@ -21,9 +22,10 @@ from pipeline.inference.options import (
     add_prefix_argument,
     add_sampling_arguments,
     add_search_arguments,
+    add_target_prefix_arguments,
     given_sampling,
 )
-from pipeline.inference.text_io import CHUNK
+from pipeline.inference.text_io import CHUNK, count_lines, require_target_prefixes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_prefix_argument(parser)
     add_search_arguments(parser)
     add_sampling_arguments(parser)
+    add_target_prefix_arguments(parser)
     parser.add_argument("--n-best", type=int, metavar="N", help="print the N best translations; at most the beam size")
     parser.add_argument(
         "--devices",
@@ -64,6 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError("--output: needs --source; without it, redirect standard output (> FILE)")
     if arguments.shard_lines is not None and not arguments.output:
         raise InputError("--shard-lines: is for --output; add that, or omit it")
+    if arguments.target_prefixes is not None:
+        if arguments.target_prefix is not None:
+            raise InputError("--target-prefixes: gives each line its own; omit it, or --target-prefix")
+        num_lines = count_lines(arguments.source) if arguments.source else None
+        require_target_prefixes(arguments.target_prefixes, num_lines, str(arguments.source))
     # Before the checkpoint is loaded, so that a missing file is reported at once.
     stream = open_file(arguments.source) if arguments.source else _standard_input()
     from pipeline.inference.text_translation import translate_text  # torch

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from data_module.errors import InputError
+from data_module.files import user_path
 from data_module.tokenization.tokenizer import is_blank
 from model.settings import LARGEST_SEARCH, STOP_RULES, DecodingSettings
 
@@ -69,6 +70,18 @@ class SearchOptions:
         if self.n_best > settings.beam_size:
             raise InputError(f"--n-best {self.n_best}: is more than the beam, {settings.beam_size}; raise --beam")
         return settings
+
+
+def add_target_prefix_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--target-prefix` and `--target-prefixes`."""
+    parser.add_argument("--target-prefix", metavar="TEXT", help="begin each translation with this text")
+    parser.add_argument(
+        "--target-prefixes",
+        type=user_path,
+        metavar="FILE",
+        help="begin the translation of each line with the text of the same line of FILE, or with anything if that is "
+        "empty",
+    )
 
 
 BY_RECIPE = SearchOptions()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from data_module.corpus.manifest import TOKENIZER_NAME
 from data_module.corpus.pairs import open_reader, read_pairs
+from data_module.errors import InputError
 from data_module.settings import CorpusSettings
 from data_module.tokenization.tokenizer import SPACE_MARK, Tokenizer
 from pipeline.inference.options import Prefixes
@@ -38,6 +39,25 @@ def encode_sources(
         other_form = tokenizer.knows_other_form(sentence, whole)
         defects.append(Defects(len(whole) > len(ids), *strange, lacks_prefix, SPACE_MARK in sentence, other_form))
     return rows, defects
+
+
+def encode_target_prefixes(tokenizer: Tokenizer, prefixes: list[str], first: int) -> list[list[int]]:
+    """Return the ids of each target prefix.
+
+    Args:
+        tokenizer: of the model.
+        prefixes: the text that each translation begins with; empty for any.
+        first: number of the first line, for the message.
+
+    Raises:
+        InputError: one has a character that the vocabulary lacks.
+    """
+    rows = [ids.tolist() for ids in tokenizer.target.encode(prefixes)]
+    for number, (prefix, ids) in enumerate(zip(prefixes, rows, strict=True), first):
+        if tokenizer.unk_id in ids:
+            unknown, _ = _first_strange(tokenizer.target, prefix, ids, frozenset([tokenizer.unk_id]))
+            raise InputError(f"target prefix of line {number}: has {unknown!r}, which the model has never seen")
+    return rows
 
 
 def _first_strange(tokenizer: Tokenizer, sentence: str, ids: list[int], never_seen: frozenset[int]) -> tuple[str, str]:

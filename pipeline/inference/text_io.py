@@ -119,6 +119,24 @@ def count_lines(path: Path) -> int | None:
     return None
 
 
+def require_target_prefixes(path: Path, num_lines: int | None, name: str) -> None:
+    """Raise InputError if a file of target prefixes has not a line for each line of a text.
+
+    Args:
+        path: the file.
+        num_lines: number of lines of the text; None if it is not known.
+        name: name of the text.
+    """
+    found = count_lines(path)
+    if found is None:
+        raise InputError(f"--target-prefixes {path}: must be a text file that can be read again")
+    if num_lines is not None and found != num_lines:
+        raise InputError(
+            f"--target-prefixes {path}: has {found:,} lines, and {name} has {num_lines:,}; give each line a prefix, or "
+            "an empty line"
+        )
+
+
 def sentences(stream: Iterable[bytes], name: str = "", first: int = 1, *, warn: bool = True) -> Iterator[str]:
     """Yield lines as text. Only a line feed ends a line. Invalid UTF-8 is replaced, with one warning at the end.
 

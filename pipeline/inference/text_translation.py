@@ -8,17 +8,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from io import BufferedReader
+from itertools import islice, repeat
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from data_module.corpus.pairs import fingerprint
+from data_module.errors import InputError
+from data_module.text_files import open_file
 from pipeline.inference.loading import chosen_file, load_file
 from pipeline.inference.options import SearchOptions, with_prefix
 from pipeline.inference.processes import WorkerError, choose_devices, lacking_memory, run_on_devices
 from pipeline.inference.shards import Shards, Task
-from pipeline.inference.text_io import CHUNK, SentenceWarnings, count_lines, sentences
+from pipeline.inference.text_io import CHUNK, SentenceWarnings, count_lines, require_target_prefixes, sentences
 from pipeline.inference.translator import Translator
 
-_NOT_IN_TRANSLATIONS = {"checkpoint", "source", "output", "shard_lines", "devices", "overrides"}
+_NOT_IN_TRANSLATIONS = {"checkpoint", "source", "output", "shard_lines", "devices", "overrides", "target_prefixes"}
 """Arguments that decide no translation, or whose contents are compared by themselves."""
 
 
@@ -58,14 +62,19 @@ def _print_translations(
 ) -> None:
     translator = _load(arguments, options)
     total = count_lines(arguments.source) if arguments.source and chunk > 1 else None
-    lines = [(1, sentences(stream))]
-    for _, text in _translated(arguments, options, translator, lines, chunk=chunk, total=total, show=chunk > 1):
+    lines, number = [(1, sentences(stream))], 0
+    texts = _translated(arguments, options, translator, lines, chunk=chunk, total=total, show=chunk > 1)
+    for number, text in texts:  # noqa: B007 - the last one is read below
         print(text, end="", flush=chunk == 1)
+    if arguments.target_prefixes and not arguments.source:
+        require_target_prefixes(arguments.target_prefixes, number, "standard input")
 
 
 def _task(arguments: argparse.Namespace, num_processes: int) -> Task:
     """Return what is translated to `--output`."""
     compared = {name: value for name, value in vars(arguments).items() if name not in _NOT_IN_TRANSLATIONS}
+    if path := arguments.target_prefixes:
+        compared["target_prefixes"] = fingerprint(str(path), path)["sha256"]
     shard_lines = 4 * CHUNK if arguments.shard_lines is None else arguments.shard_lines
     return Task(arguments.source, arguments.output, shard_lines, compared, num_processes)
 
@@ -99,6 +108,8 @@ def _print_shards(
         source = folder / "source"
         with stream, source.open("wb") as file:
             shutil.copyfileobj(stream, file)
+        if arguments.target_prefixes:
+            require_target_prefixes(arguments.target_prefixes, count_lines(source), "the text")
         size = 3 * source.stat().st_size / 1e6  # with its translations, in shards and joined
         print(f"{folder}: takes about {size:,.1f} MB until all translations are there", file=sys.stderr)
         task = replace(_task(arguments, len(devices)), source=source, output=folder / "output", shard_lines=CHUNK)
@@ -136,8 +147,10 @@ def _translated(
     """
     warnings = SentenceWarnings(translator.prefixes, translator.max_source_tokens)
     for first, run in runs:
-        lines = with_prefix(arguments.prefix, run)
-        translations = translator.translate_lines(lines, chunk, options, first, total=total, show=show)
+        lines, prefixes = with_prefix(arguments.prefix, run), _target_prefixes(arguments, first)
+        translations = translator.translate_lines(
+            lines, chunk, options, first, target_prefixes=prefixes, total=total, show=show
+        )
         for number, translation in enumerate(translations, first):
             warnings.add(number, translation.defects)
             text = ""
@@ -147,3 +160,16 @@ def _translated(
                 text += "\t".join([*line_number, *score, hypothesis.text]) + "\n"
             yield number, text
     warnings.print()
+
+
+def _target_prefixes(arguments: argparse.Namespace, first: int) -> Iterator[str] | None:
+    """Return what translations begin with, from that of line `first` on; None if they may begin with anything."""
+    if arguments.target_prefix is not None:
+        return repeat(arguments.target_prefix)
+    return _prefixes_of_lines(arguments.target_prefixes, first) if arguments.target_prefixes else None
+
+
+def _prefixes_of_lines(path: Path, first: int) -> Iterator[str]:
+    with open_file(path) as stream:
+        yield from islice(sentences(stream, str(path), warn=False), first - 1, None)
+    raise InputError(f"--target-prefixes {path}: has fewer lines than the text; give each line one, or an empty line")

@@ -15,7 +15,7 @@ from model.fast.compiled_search import CompiledSearch
 from model.settings import SHORTEST, DecodingSettings
 from model.transformer import Transformer
 from pipeline.inference.options import BY_RECIPE, Prefixes, SearchOptions
-from pipeline.inference.pieces import encode_sources
+from pipeline.inference.pieces import encode_sources, encode_target_prefixes
 from pipeline.inference.text_io import Defects, progress_bar, show_token_rate
 
 
@@ -151,6 +151,7 @@ class Translator:
         options: SearchOptions = BY_RECIPE,
         first: int = 1,
         *,
+        target_prefixes: list[str] | None = None,
         finished: Callable[[int], object] = lambda count: None,
     ) -> list[Translation]:
         """Translate sentences. A sentence without pieces gets an empty translation.
@@ -159,21 +160,41 @@ class Translator:
             sentences: source sentences.
             options: what is asked of the search.
             first: number of the first sentence in its text, which samples depend on.
+            target_prefixes: for each sentence, the text that its translation begins with; None if there are none.
             finished: called with a number of sentences whenever some have been translated.
 
         Raises:
-            InputError: more translations of a sentence are asked for than the beam has, the model is a bundle that
-                cannot sample, or its weights are not finite.
+            InputError: more translations of a sentence are asked for than the beam has, a target prefix is too long or
+                has an unknown character, the model is a bundle that cannot do what is asked, or its weights are not
+                finite.
         """
         settings = options.in_place_of(self.settings)
         sources, defects = encode_sources(self.tokenizer, sentences, self.max_source_tokens, self.prefixes)
+        prefixes = self._prefix_ids(target_prefixes, sources, settings.max_extra_tokens, first)
         results: list[tuple[list[Hypothesis], tuple[int, ...]]] = [([EMPTY], ()) for _ in sources]
         for batch in length_batches([len(source) for source in sources], *self._batch_limits):
             lines = [first + i for i in batch]
-            answers = self._search([sources[i] for i in batch], lines, options, settings, finished)
+            begins = [prefixes[i] for i in batch] if prefixes else []
+            answers = self._search([sources[i] for i in batch], lines, options, settings, begins, finished)
             for index, answer in zip(batch, answers, strict=True):
                 results[index] = answer
         return [Translation(found, wrong, ids) for (found, ids), wrong in zip(results, defects, strict=True)]
+
+    def _prefix_ids(
+        self, target_prefixes: list[str] | None, sources: list[list[int]], extra: int, first: int
+    ) -> list[list[int]]:
+        """Return the ids of the target prefixes; raise InputError for one that no translation can begin with."""
+        if target_prefixes is None:
+            return []
+        rows = encode_target_prefixes(self.tokenizer, target_prefixes, first)
+        for number, (ids, source) in enumerate(zip(rows, sources, strict=True), first):
+            limit = min(len(source) + extra, self.search.max_positions or math.inf)
+            if len(source) > 1 and len(ids) >= limit:
+                raise InputError(
+                    f"target prefix of line {number}: has {len(ids)} pieces, and a translation of this line at most "
+                    f"{limit - 1}; shorten it"
+                )
+        return rows
 
     def translate_lines(
         self,
@@ -182,6 +203,7 @@ class Translator:
         options: SearchOptions = BY_RECIPE,
         first: int = 1,
         *,
+        target_prefixes: Iterator[str] | None = None,
         total: int | None = None,
         show: bool = True,
     ) -> Iterator[Translation]:
@@ -192,6 +214,7 @@ class Translator:
             chunk: number of lines translated together.
             options: see `translate`.
             first: likewise.
+            target_prefixes: likewise; there may be more of them than lines.
             total: number of lines, if it is known, for the time left.
             show: whether to show a progress bar.
         """
@@ -200,7 +223,8 @@ class Translator:
         with progress_bar(total, show=show, smoothing=0) as bar:
             while batch := list(islice(remaining, chunk)):
                 done = bar.n
-                translations = self.translate(batch, options, first, finished=bar.update)
+                given = None if target_prefixes is None else list(islice(target_prefixes, len(batch)))
+                translations = self.translate(batch, options, first, target_prefixes=given, finished=bar.update)
                 bar.update(done + len(batch) - bar.n)
                 first += len(batch)
                 num_tokens += sum(translation.hypotheses[0].num_tokens for translation in translations)
@@ -213,6 +237,7 @@ class Translator:
         lines: list[int],
         options: SearchOptions,
         settings: DecodingSettings,
+        target_prefixes: list[list[int]],
         finished: Callable[[int], object],
     ) -> list[tuple[list[Hypothesis], tuple[int, ...]]]:
         """Return each sentence's hypotheses and the ids of the first one."""
@@ -221,17 +246,25 @@ class Translator:
         given, n_best, sampling = (source.to(self.device), mask), options.n_best, options.sampling
         numbers = None if sampling is None else torch.tensor(lines, device=self.device)
         size, penalty, extra = settings.beam_size, settings.length_penalty, settings.max_extra_tokens
+        prefix = None
+        if any(target_prefixes):
+            prefix = padded(target_prefixes, self.tokenizer.pad_id)[0].to(self.device)
+            # A bundle's search, in TorchScript, has a schema.
+            if "target_prefix" not in str(getattr(self.search.beam, "schema", "target_prefix")):
+                raise InputError(f"{self.name}: was exported by a version without target prefixes; export it again")
         if isinstance(self.search, CompiledSearch):
             arguments = BeamArguments(size, penalty, extra, n_best, settings.stop_rule == "first", sampling)
             if sampling is not None:
                 arguments = arguments._replace(beam_size=1)
-            answers, _ = self.search.search(*given, arguments, numbers, finished=finished)
+            answers, _ = self.search.search(*given, arguments, numbers, prefix, finished)
         else:
+            prefix_argument = () if prefix is None else (prefix,)  # which older bundles do not take
             with torch.inference_mode():  # a little faster than torch.no_grad
                 if sampling is None:
-                    answers = self.search.beam(*given, size, penalty, extra, n_best, settings.stop_rule)
+                    beam = size, penalty, extra, n_best, settings.stop_rule
+                    answers = self.search.beam(*given, *beam, *prefix_argument)
                 elif hasattr(self.search, "sample"):
-                    answers = self.search.sample(*given, numbers, sampling, extra, penalty)
+                    answers = self.search.sample(*given, numbers, sampling, extra, penalty, *prefix_argument)
                 else:
                     raise InputError(f"{self.name}: was exported by a version without sampling; export it again")
             finished(len(sources))

@@ -180,7 +180,7 @@ class Echo(Translator):
 
     def __init__(self) -> None: ...
 
-    def translate(self, lines: list[str], *options: Any, finished: Any) -> list[Translation]:
+    def translate(self, lines: list[str], *options: Any, **others: Any) -> list[Translation]:
         return [Translation([Hypothesis(line, 0.0, 0.0, 1)]) for line in lines]
 
 
