@@ -189,9 +189,9 @@ def metrics_on(tokenizer: str, requested: Iterable[str] = ()) -> dict[str, Metri
         tokenizer: sacreBLEU's name of BLEU's tokenizer.
         requested: names in `ON_REQUEST`.
     """
-    added = {name: ON_REQUEST[name] for name in requested if name in ON_REQUEST}
     # One that is registered under such a name takes its place.
-    return {**added, **METRICS, "bleu": Bleu(tokenize=tokenizer)}
+    added = {name: ON_REQUEST[name] for name in requested if name in ON_REQUEST and name not in METRICS}
+    return {**METRICS, "bleu": Bleu(tokenize=tokenizer), **added}
 
 
 def title(name: str) -> str:
