@@ -1,5 +1,7 @@
 """Translations that begin with a given text: `--target-prefix`, `--target-prefixes` and the API's `target_prefix`."""
 
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,6 +55,16 @@ def test_what_no_translation_can_begin_with_is_refused(tokenizer: Tokenizer, pre
     translator = Translator(make_network(tokenizer), tokenizer, SETTINGS)
     with pytest.raises(InputError, match=message):
         translator.translate(["ein", "hund"], first=7, target_prefixes=["", prefix])
+
+
+def test_a_prefix_leaves_room_for_the_end_symbol(tokenizer: Tokenizer) -> None:
+    source, prefix = (len(tokenizer.encode([text])[0]) for text in ("ein", "ein hund bellt"))
+    for room in (0, 1):
+        settings = replace(SETTINGS, max_extra_tokens=prefix - source - 1 + room)
+        translator = Translator(make_network(tokenizer), tokenizer, settings)
+        with nullcontext() if room else pytest.raises(InputError, match="at most"):
+            [found] = translator.translate(["ein"], target_prefixes=["ein hund bellt"])
+            assert found.text == "ein hund bellt"
 
 
 def test_a_bundle_of_an_earlier_version_takes_none(tokenizer: Tokenizer) -> None:
