@@ -1,5 +1,6 @@
 """Writes checkpoints in the background, from a copy in host memory."""
 
+import mmap
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from copy import deepcopy
@@ -48,7 +49,10 @@ class HostCopy:
         limit = host_memory_limit(processes)
         self.refusal = f"a copy of {size / 1e6:,.0f} MB does not fit, {limit.owner} has {limit.size / 1e6:,.0f} MB"
         if private_memory() + size <= limit.size:
-            self._memory = np.empty(size, dtype=np.uint8)
+            memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            # Loader processes are forked, and each would keep the pages of the copy before the next one.
+            memory.madvise(mmap.MADV_DONTFORK)
+            self._memory = np.frombuffer(memory, dtype=np.uint8)
             # All pages are in memory from now on: what is measured to fit beside them still fits when they are used.
             self._memory.fill(0)
 

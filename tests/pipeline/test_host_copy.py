@@ -1,6 +1,7 @@
 """Copies of a checkpoint in host memory: files written from them are those of the contents themselves."""
 
 import io
+import os
 from collections import OrderedDict
 from typing import Any
 
@@ -69,6 +70,19 @@ def test_the_memory_is_taken_at_the_start_and_given_back() -> None:
     copy.release()
     assert private_memory() - before < 10 * MEGABYTE
     assert copy.take({"a": torch.ones(1)}) is None
+
+
+def test_processes_that_are_forked_do_not_keep_its_pages() -> None:
+    copy = reserved(64 * MEGABYTE)
+    with_it = private_memory()
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(writing, str(private_memory()).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    in_child = int(os.read(reading, 100))
+    os.close(reading), os.close(writing)
+    assert in_child < with_it - copy.size // 2
 
 
 def test_no_copy_where_the_host_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
