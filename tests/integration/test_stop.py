@@ -65,7 +65,7 @@ def test_a_closed_terminal(recipe_file: Path, tmp_path: Path) -> None:
         while b"training: " not in screen.readline():
             pass
     process.send_signal(signal.SIGHUP)
-    assert process.wait(30) == 75
+    assert process.wait(120) == 75
     assert len(checkpoints(run)) == 1
 
 

@@ -231,7 +231,7 @@ def test_mistakes(trained_run: Path, tmp_path: Path) -> None:
 def test_all_options_that_translations_depend_on_are_compared() -> None:
     """A new option belongs to one of the two."""
     _, arguments = parse("translate", ["model"])
-    compared = {"prefix", "beam", "length_penalty", "stop_rule", "n_best", "scores"}
+    compared = {"prefix", "target_prefix", "beam", "length_penalty", "stop_rule", "n_best", "scores"}
     compared |= {"sample", "temperature", "top_k", "top_p", "seed"}
     assert vars(arguments).keys() - text_translation._NOT_IN_TRANSLATIONS == compared
 
