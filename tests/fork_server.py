@@ -236,6 +236,7 @@ def _request(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def become(request: dict[str, Any]) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # The tests may run under nohup, which ignores it.
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
