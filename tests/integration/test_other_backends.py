@@ -45,6 +45,5 @@ def test_a_rank_with_another_backend_is_named_and_trains_the_same(recipe_file: P
         ],
     }
     assert len(logged["nothing"]) == 4
-    assert logged["other_backend"] != logged["nothing"]
     for ours, theirs in zip(logged["other_backend"], logged["nothing"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)

@@ -82,7 +82,7 @@ def test_validation_and_evaluate_agree_by_source(recipe: Path) -> None:
     run = run_of(recipe)
     logged = {tag: scalars(run, tag)[-1][1] for tag in accumulator(run).Tags()["scalars"] if "validation/" in tag}
     apart = [tag for tag in logged if tag.count("/") == 2]
-    names = "loss", "bleu", "chrf", "exact_match"
+    names = "loss", "negative_log_likelihood", "bleu", "chrf", "exact_match"
     assert sorted(apart) == sorted(f"validation/{name}/{key}" for name in names for key in LANGUAGES)
     newest = checkpoints(run)[-1]
     for language in LANGUAGES:
@@ -127,7 +127,7 @@ def test_ranks_and_a_resumed_run_have_the_same_scores(recipe: Path, tmp_path: Pa
 
     assert 0.1 < bleu(all_pairs) < 100
     assert abs(bleu(first["pairs"]) - bleu(all_pairs)) > 0.1
-    assert len(alone["by_source"]) == 8  # loss, BLEU, chrF and exact match of two languages
+    assert len(alone["by_source"]) == 10  # loss, likelihood, BLEU, chrF and exact match of two languages
     for result in (alone, first, second):
         assert result["bleu"] == pytest.approx(bleu(all_pairs), abs=1e-4)
         assert result["loss"] == pytest.approx(alone["loss"], rel=1e-5)
