@@ -23,7 +23,7 @@ def test_a_rank_with_another_backend_is_named_and_trains_the_same(recipe_file: P
         "--trainer.accelerator",
     ]
     options += ["cpu", "--run.log_every_steps", 1, "--network.dropout", 0, "--batches.max_tokens_per_device", 100]
-    logged, lines = {}, {}
+    logged, lines, computed = {}, {}, {}
     for change in ("nothing", "other_backend"):
         run = tmp_path / change
         process = start(
@@ -35,6 +35,7 @@ def test_a_rank_with_another_backend_is_named_and_trains_the_same(recipe_file: P
         _, stderr = process.communicate(timeout=300)
         assert process.returncode == 0, stderr.decode()
         lines[change] = [line for line in stderr.decode().splitlines() if line.startswith("another backend")]
+        computed[change] = "computed by the other backend" in stderr.decode()
         metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         logged[change] = [[m["train/gradient_norm"], m["train/loss"]] for m in metrics if "train/loss" in m]
     assert lines == {
@@ -44,6 +45,7 @@ def test_a_rank_with_another_backend_is_named_and_trains_the_same(recipe_file: P
             " C++ (no compiler); results agree up to rounding, and all ranks wait for the slowest one"
         ],
     }
+    assert computed == {"nothing": False, "other_backend": True}
     assert len(logged["nothing"]) == 4
     for ours, theirs in zip(logged["other_backend"], logged["nothing"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
