@@ -1,5 +1,6 @@
 """Worker processes of data loaders: how many may run, which signals they obey, and that they end with their parent."""
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -68,7 +69,10 @@ def ignore_signals(_worker: int) -> None:
         return
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_exit_with, args=(os.getppid(),), daemon=True).start()
+    # Not os.getppid(): if the parent has been killed meanwhile, that is the process that has taken this one over.
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_exit_with, args=(parent.pid,), daemon=True).start()
 
 
 def _exit_with(parent: int) -> None:

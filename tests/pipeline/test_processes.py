@@ -206,10 +206,14 @@ def test_ctrl_c(start: Callable[..., Command], long_text: Path, moment: str) -> 
     assert not list(command.temporary.glob("translation-*"))
 
 
+@pytest.mark.parametrize("moment", ["starting", "translating"])
 @pytest.mark.two_processors
-def test_no_process_outlives_a_killed_one(start: Callable[..., Command], long_text: Path) -> None:
+def test_no_process_outlives_a_killed_one(start: Callable[..., Command], long_text: Path, moment: str) -> None:
     command = start("--source", long_text)
-    command.wait_for(lambda: is_translating(command))
+    if moment == "starting":
+        command.wait_for(lambda: len(command.running("spawn_main")) == 2)
+    else:
+        command.wait_for(lambda: is_translating(command))
     command.process.kill()
     assert command.end() == (-signal.SIGKILL, [])
 
