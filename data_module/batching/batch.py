@@ -308,10 +308,7 @@ class LengthBucket(NamedTuple):
 
 
 def length_buckets(
-    source_lengths: NDArray[np.integer],
-    target_lengths: NDArray[np.integer],
-    max_tokens: int,
-    random: np.random.Generator | None = None,
+    source_lengths: NDArray[np.integer], target_lengths: NDArray[np.integer], max_tokens: int
 ) -> list[LengthBucket]:
     """Divide all pairs into buckets of at most `max_tokens` padded tokens per side, longest source first.
 
@@ -319,10 +316,9 @@ def length_buckets(
         source_lengths: [pairs], including EOS.
         target_lengths: [pairs], including EOS.
         max_tokens: number of pairs times the longest length, unless a single pair is longer.
-        random: decides between pairs of equal lengths; None for the order of the corpus.
     """
-    ties = np.arange(len(source_lengths)) if random is None else random.permutation(len(source_lengths))
-    order = np.lexsort((ties, -target_lengths.astype(np.int64), -source_lengths.astype(np.int64)))
+    # Pairs of equal lengths keep the order of the corpus.
+    order = np.lexsort((-target_lengths.astype(np.int64), -source_lengths.astype(np.int64)))
     source, target = source_lengths[order].astype(np.int64), target_lengths[order].astype(np.int64)
     buckets, first = [], 0
     while first < len(order):

@@ -52,11 +52,11 @@ class RunFolderSetup(Callback):
         start, log = self._start, trainer.logger
         if start.folder is None or not isinstance(log, RunLog):
             return
-        if start.reset:
-            start.folder.remove_run(start.job)
-        start.folder.write_config(start.recipe, start.tokenizer.model)
+        if start.plan.reset:
+            start.folder.remove_run(start.plan.job)
+        start.folder.write_config(start.plan.recipe, start.tokenizer.model)
         log.truncate_after()
-        starts = record_start(log, start.job, self._backend.summary())
+        starts = record_start(log, start.plan.job, self._backend.summary())
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, RunMetadata):
                 callback.starts = starts
@@ -71,7 +71,7 @@ class ResumableEarlyStopping(EarlyStopping):
     """
 
     def __init__(self, start: Start, patience: int) -> None:
-        self._metric = start.recipe.run.best_by
+        self._metric = start.plan.recipe.run.best_by
         # A score of NaN is no better score, as for the best checkpoint; it does not end the run.
         super().__init__(
             validation_tag(self._metric), mode=mode_of(self._metric), patience=patience, check_finite=False
@@ -187,11 +187,11 @@ def build_callbacks(start: Start, data: TranslationDataModule, backend: Backend)
     7. `CheckpointCallback` after all whose state it saves.
     8. `GracefulStop` last: it saves, then raises, and callbacks after it would not see the step.
     """
-    recipe, tokenizer = start.recipe, start.tokenizer
+    recipe, tokenizer = start.plan.recipe, start.tokenizer
     sources, references = data.validation_text()
     if tokenizer.lowercase:  # The model writes lower case: its text compares with lower-cased references only.
         references = tokenizer.lower(references)
-    bleu, note = choose_bleu_tokenizer(recipe, start.resume)
+    bleu, note = choose_bleu_tokenizer(recipe, start.plan.resume)
     if note:
         say(note)
     elif warning := spacing_warning(references, bleu):
@@ -225,16 +225,16 @@ def build_trainer(start: Start, options: dict[str, Any], callbacks: list[Callbac
 
     Raises InputError as `make_trainer` does.
     """
-    resume = start.resume
+    resume = start.plan.resume
     log = RunLog(
-        start.recipe.run_folder(),
+        start.plan.recipe.run_folder(),
         resume.step if resume else 0,
         writes=start.folder is not None,
         validation_pending=resume is not None and resume.validation_pending,
     )
-    trainer = make_trainer(options, start.job, (AtomicCheckpointIO(),), logger=log, callbacks=callbacks)
+    trainer = make_trainer(options, start.plan.job, (AtomicCheckpointIO(),), logger=log, callbacks=callbacks)
     disable_signal_handling(trainer)
     if isinstance(trainer.strategy, ConnectedDDP):
-        trainer.strategy.settings = settings_of_ranks(start.recipe)
-        trainer.strategy.folder = start.recipe.run_folder()
+        trainer.strategy.settings = settings_of_ranks(start.plan.recipe)
+        trainer.strategy.folder = start.plan.recipe.run_folder()
     return trainer

@@ -69,15 +69,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Start:
-    """What one start of `fit` knows on every rank when it has a corpus: the plan, and what it was made for."""
+    """A plan whose corpus is there, on every rank."""
 
-    recipe: Recipe
-    job: JobStep | None
+    plan: Plan
     folder: RunFolder | None
     """The locked run folder on rank 0, None on other ranks."""
-    reset: bool
-    resume: ResumePoint | None
-    initial: InitialWeights | None
     tokenizer: Tokenizer
     manifest: dict[str, Any]
     """The corpus's manifest."""

@@ -45,7 +45,7 @@ def follow(plan: Plan, folder: RunFolder | None, further_callbacks: Sequence[Cal
             stack.enter_context(in_use(plan.recipe.corpus_folder()))
         if plan.job is not None and folder is not None:
             stack.enter_context(count_start(folder.path, plan.job, plan.resume.path if plan.resume else None))
-        if not has_finished(start):
+        if not has_finished(plan):
             train(start, further_callbacks)
             run = plan.recipe.run_folder()
             say(f"the run is in {run}; view it with: {SCRIPTS}tensorboard --logdir {run}")
@@ -59,7 +59,7 @@ def open_corpus(plan: Plan, folder: RunFolder | None) -> Start:
         # Another process may have prepared it since the plan was made.
         check_vocabulary(plan.recipe, plan.tokenizer, "what this run continues")
     tokenizer = plan.resume.tokenizer if plan.resume else tokenizer.also_seen(plan.tokenizer)
-    return Start(plan.recipe, plan.job, folder, plan.reset, plan.resume, plan.initial, tokenizer, manifest)
+    return Start(plan, folder, tokenizer, manifest)
 
 
 def ensure_corpus(settings: CorpusSettings, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
@@ -86,15 +86,15 @@ def ensure_corpus(settings: CorpusSettings, tokenizer: Tokenizer | None = None) 
         return prepare_and_report(settings, tokenizer)
 
 
-def has_finished(start: Start) -> bool:
+def has_finished(plan: Plan) -> bool:
     """Return whether nothing is left to train; say so, or from where training starts."""
-    if start.resume is not None:
-        if reason := finished_reason(start.recipe, start.recipe.run_folder(), start.resume.step):
-            say(f"{start.recipe.run_folder()}: {reason}, or use --fresh")
+    if plan.resume is not None:
+        if reason := finished_reason(plan.recipe, plan.recipe.run_folder(), plan.resume.step):
+            say(f"{plan.recipe.run_folder()}: {reason}, or use --fresh")
             return True
-        say(f"resuming from {start.resume.path}")
-    elif start.initial is not None:
-        say(f"starting from the weights and the tokenizer of {start.initial.path}")
+        say(f"resuming from {plan.resume.path}")
+    elif plan.initial is not None:
+        say(f"starting from the weights and the tokenizer of {plan.initial.path}")
     return False
 
 
@@ -108,16 +108,16 @@ def train(start: Start, further_callbacks: Sequence[Callback] = ()) -> None:
         further_callbacks: called after those of `build_callbacks`. They do not see the step after which the run stops,
             because `GracefulStop` raises before them.
     """
-    recipe = start.recipe
-    options = trainer_options(recipe.trainer, start.job, recipe.run.timeout_seconds)
+    plan, recipe = start.plan, start.plan.recipe
+    options = trainer_options(recipe.trainer, plan.job, recipe.run.timeout_seconds)
     allow_tf32(options)
     run = recipe.run
     backend = choose_backend(run.kernels, run.compile, options, recipe.network)
     for line in (*backend.notes, backend.line()):
         say(line)
     module = build_module(recipe, start.tokenizer, backend)
-    if start.initial is not None:
-        module.network.load_state_dict(start.initial.weights)
+    if plan.initial is not None:
+        module.network.load_state_dict(plan.initial.weights)
     if backend.compiled and torch.cuda.is_available():
         start_compiler()
     data = build_data(recipe, start.tokenizer, backend)
@@ -126,5 +126,5 @@ def train(start: Start, further_callbacks: Sequence[Callback] = ()) -> None:
     callbacks = [*build_callbacks(start, data, backend), *further_callbacks]
     trainer = build_trainer(start, options, callbacks)
     with signals.keyboard_interrupt_recorded():
-        path = start.resume.path if start.resume else None
+        path = plan.resume.path if plan.resume else None
         trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)

@@ -215,11 +215,12 @@ def _padded_steps(data: TranslationDataModule, device: torch.device) -> Iterator
         return PaddedStep([pad_batch(corpus, bucket, data.special).to(device) for bucket in buckets], tokens)
 
     while True:
-        buckets = length_buckets(source, target, max(limit // 8, data.longest), random)
+        shuffled = random.permutation(len(source))  # Else pairs of equal lengths would meet in every epoch.
+        buckets = length_buckets(source[shuffled], target[shuffled], max(limit // 8, data.longest))
         taken: list[LengthBucket] = []
         tokens_left = np.array([limit, limit])
         for index in random.permutation(len(buckets)):
-            bucket = buckets[index]
+            bucket = buckets[index]._replace(pairs=shuffled[buckets[index].pairs])
             size = len(bucket.pairs) * np.array([bucket.source_length, bucket.target_length])
             if taken and (size > tokens_left).any():
                 yield step(taken)

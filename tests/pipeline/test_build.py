@@ -18,7 +18,7 @@ from pipeline.training.build import build_callbacks, build_data, build_module
 from pipeline.training.checks import check_disk_space
 from pipeline.training.doctor import Findings
 from pipeline.training.recipe_checks import CheckResult
-from pipeline.training.start import ResumePoint, Start
+from pipeline.training.start import Plan, ResumePoint, Start
 from tests.conftest import sentences
 
 ORDER = [
@@ -40,11 +40,11 @@ def make_start(recipe_file: Path, *overrides: object, resume: ResumePoint | None
     recipe = load_recipe([recipe_file], map(str, overrides))
     folder = recipe.corpus_folder()
     tokenizer = Tokenizer.load(folder / "tokenizer.model")
-    return Start(recipe, None, None, False, resume, None, tokenizer, read_manifest(folder))
+    return Start(Plan(recipe, None, False, resume), None, tokenizer, read_manifest(folder))
 
 
 def callbacks(start: Start) -> dict[str, Any]:
-    data = build_data(start.recipe, start.tokenizer, Backend())
+    data = build_data(start.plan.recipe, start.tokenizer, Backend())
     return {type(callback).__name__: callback for callback in build_callbacks(start, data, Backend())}
 
 
@@ -58,10 +58,10 @@ def test_the_seed_is_that_of_initial_weights_dropout_and_the_order_of_pairs(reci
     plans, weights = [], []
     for seed in (3, 4, 4):
         start = make_start(recipe_file, "--run.seed", seed)
-        module = build_module(start.recipe, start.tokenizer, Backend())
+        module = build_module(start.plan.recipe, start.tokenizer, Backend())
         assert module.seed == seed  # of dropout
         weights.append(torch.cat([weight.flatten() for weight in module.parameters()]))
-        data = build_data(start.recipe, start.tokenizer, Backend())
+        data = build_data(start.plan.recipe, start.tokenizer, Backend())
         plans.append(data.epochs().compute(0).numbers.tolist())
     for one, other, again in (plans, [weight.tolist() for weight in weights]):
         assert one != other

@@ -29,7 +29,7 @@ from pipeline.config.settings import TRAINER_KEYS
 from pipeline.inference.loading import load_translator
 from pipeline.runtime.devices import best_precision
 from pipeline.training.graceful_stop import MARGIN_SECONDS
-from pipeline.training.start import Start
+from pipeline.training.start import Plan, Start
 from pipeline.training.train import train
 from pipeline.training.trainer import ConnectedDDP
 from tests.conftest import sentences
@@ -300,7 +300,7 @@ def build(recipe: Recipe) -> Built:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "fit", fit)
-        train(Start(recipe, None, None, False, None, None, tokenizer, manifest))
+        train(Start(Plan(recipe, None, False), None, tokenizer, manifest))
     return built
 
 
