@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, Annotated, Any, TypeAlias
 
 from data_module.errors import InputError
 
+PlainValues: TypeAlias = dict[str, Any]
+"""Values by name as JSON, YAML and checkpoints have them. Who takes one by its name knows its type or checks it."""
 PathText = Annotated[str, "path"]
 """The type of a recipe's key that holds a path."""
 FORMAT_VERSION = 2
@@ -60,7 +62,7 @@ def check_format(path: Path, version: object, start_over: str) -> None:
         )
 
 
-def json_object(text: str | bytes) -> dict[str, Any] | None:
+def json_object(text: str | bytes) -> PlainValues | None:
     """Return the JSON object that a file's text is; None if it is anything else."""
     try:
         values = json.loads(text)
@@ -360,7 +362,7 @@ class FileLock:
     def __enter__(self) -> "FileLock":
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:

@@ -75,7 +75,7 @@ def open_regular(path: str | Path) -> FileIO:
     raise InputError(f"{path}: a pipe or a device, not a file; write the text to a file, and name that")
 
 
-def text_reader(file: Any, name: str, base: FileIO) -> BufferedReader:
+def text_reader(file: FileIO | gzip.GzipFile, name: str, base: FileIO) -> BufferedReader:
     """Return a reader of lines of bytes from an open file, with the errors of `open_file`.
 
     Args:
@@ -89,11 +89,11 @@ def text_reader(file: Any, name: str, base: FileIO) -> BufferedReader:
 class _CheckedBytes(RawIOBase):
     """The bytes of a file, read block by block. Errors are those of `open_file`."""
 
-    def __init__(self, file: Any, name: str, base: FileIO) -> None:
+    def __init__(self, file: FileIO | gzip.GzipFile, name: str, base: FileIO) -> None:
         self._file, self._name, self._base = file, name, base
         # One read of the system's each, so that whoever types gets an answer to each line, and what is before the
         # damage of a file is read.
-        self._read = file.read if file is base else file.read1
+        self._read = file.read1 if isinstance(file, gzip.GzipFile) else file.read
         self._beginning = b""
         self._num_lines = self._unfinished = 0
 

@@ -7,10 +7,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from data_module.errors import InputError
 from data_module.files import write_error
+
+Item = TypeVar("Item")
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PARENT_CHECK_SECONDS = 2.0
@@ -37,7 +39,7 @@ def shared_memory_error(reason: str) -> InputError:
     )
 
 
-def identity(item: Any) -> Any:
+def identity(item: Item) -> Item:
     """Return the item: the `collate_fn` of data sets whose items are complete."""
     return item
 

@@ -5,11 +5,11 @@ The defaults are plain PyTorch, which runs everywhere and which every fast path 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from model.decoding import BeamSearch
+from model.decoding import BeamSearch, GreedyResult
 from model.loss import PYTORCH_LOSS, LossFunctions
 from model.packed_attention import PLAIN_ATTENTION, Attention, Segments
 from model.transformer import Transformer
@@ -18,11 +18,19 @@ Forward = Callable[[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[Segments
 """The signature of `Transformer.rows`."""
 
 
+class GreedySearch(Protocol):
+    """What validation asks of a search."""
+
+    def greedy(self, source: Tensor, source_mask: Tensor | None, max_extra_tokens: int) -> GreedyResult:
+        """Do what `BeamSearch.greedy` does."""
+        ...
+
+
 class Search(NamedTuple):
     """An implementation of greedy and beam search."""
 
     name: str
-    function: Callable[[Transformer, int, int, int], Any]
+    function: Callable[[Transformer, int, int, int], GreedySearch]
     """Takes a network and the ids of the begin, end and padding symbols, as `BeamSearch` does. It may copy the weights:
     the result is for the weights as they are."""
 

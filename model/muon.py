@@ -5,7 +5,7 @@ about 1, so that a step moves rare directions as far as common ones. Shapes: N m
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -74,7 +74,7 @@ class Muon(Optimizer):
         super().__init__([group, *others.param_groups], {})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Take one step; return what `closure` returns."""
         scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         group, *others = self.param_groups
@@ -97,7 +97,9 @@ class Muon(Optimizer):
         return result
 
 
-def _step(matrices: list[tuple[Tensor, ...]], group: dict[str, Any], scale: Tensor | None, skip: Tensor | None) -> None:
+def _step(
+    matrices: list[tuple[Tensor, ...]], group: Mapping[str, float], scale: Tensor | None, skip: Tensor | None
+) -> None:
     """Update (weight, gradient, momentum), each [M, K], of N projections at once."""
     weight, gradient, momentum = (torch.stack(tensors) for tensors in zip(*matrices, strict=True))
     if scale is not None:

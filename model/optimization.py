@@ -6,7 +6,6 @@ The schedule "paper" and the optimizer "adam" are those of section 5.3. The othe
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -112,19 +111,14 @@ def adam(parameters: Iterable[nn.Parameter], settings: TrainingSettings) -> Opti
     projection. Vectors do not: biases do not overfit, and a decay would pull the gains of norms away from the identity.
     fairseq decays all parameters.
     """
-    options: dict[str, Any] = {
-        "lr": 0.0,
-        "betas": (settings.adam_beta1, settings.adam_beta2),
-        "eps": settings.adam_epsilon,
-        "fused": True,
-    }
+    betas, epsilon = (settings.adam_beta1, settings.adam_beta2), settings.adam_epsilon
     if settings.weight_decay == 0.0:
-        return Adam(parameters, **options)
+        return Adam(parameters, lr=0.0, betas=betas, eps=epsilon, fused=True)
     parameters = list(parameters)
     matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
     vectors = [parameter for parameter in parameters if parameter.ndim < 2]
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    return AdamW(groups, weight_decay=settings.weight_decay, **options)
+    groups: list[dict[str, object]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return AdamW(groups, lr=0.0, betas=betas, eps=epsilon, weight_decay=settings.weight_decay, fused=True)
 
 
 def muon(parameters: Iterable[nn.Parameter], settings: TrainingSettings) -> Optimizer:

@@ -94,7 +94,7 @@ class NetworkSettings:
                 raise ValueError(f"network.{name} {getattr(self, name)} is not in [0, 1)")
 
 
-def changed_keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+def changed_keys(first: Mapping[str, object], second: Mapping[str, object]) -> list[str]:
     """Return the keys in which two networks differ.
 
     If both have the same depths, the keys of depths do not differ: 12 encoder and 2 decoder layers may be written with
@@ -109,7 +109,7 @@ def changed_keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[st
     return [key for key in changed if key not in _DEPTH_KEYS or _depths(first) != _depths(second)]
 
 
-def with_defaults(network: Mapping[str, Any]) -> dict[str, Any]:
+def with_defaults(network: Mapping[str, object]) -> dict[str, Any]:
     """Return the values of fields of `NetworkSettings` completed with defaults."""
     return {**asdict(NetworkSettings()), **network}
 
@@ -117,7 +117,7 @@ def with_defaults(network: Mapping[str, Any]) -> dict[str, Any]:
 _DEPTH_KEYS = ("num_layers", "num_encoder_layers", "num_decoder_layers")
 
 
-def _depths(network: Mapping[str, Any]) -> list[int]:
+def _depths(network: Mapping[str, object]) -> list[object]:
     return [network["num_layers"] if network[key] is None else network[key] for key in _DEPTH_KEYS[1:]]
 
 

@@ -7,7 +7,8 @@ batch. The gradient therefore does not depend on the number of ranks and micro-b
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch, SpecialIds
-from model.backend import Backend
+from model.backend import Backend, GreedySearch
 from model.loss import LossSums, label_smoothed_loss
 from model.optimization import LossScaler, build_optimizer, build_schedule, take_step
 from model.packed_attention import packed_segments
@@ -25,6 +26,24 @@ from model.torch_private import default_generator, total_norm
 from model.transformer import PaddedTransformer, Transformer
 
 _SEED_RANGE = 1 << 63
+
+
+class StepOutputs(TypedDict):
+    """What a training step tells the monitor, in tensors on the device. The first four are 0 if it was skipped."""
+
+    smoothed: Tensor
+    """The loss, summed over this rank's target tokens; as `likelihood` and `correct`."""
+    likelihood: Tensor
+    """Negative log-likelihood."""
+    correct: Tensor
+    """Number of tokens that were the most probable ones."""
+    tokens: Tensor
+    """Number of target tokens of all ranks."""
+    gradient_norm: Tensor
+    skipped: Tensor
+    """Number of skipped steps of the run."""
+    skipped_in_a_row: Tensor
+    learning_rate: float
 
 
 class TranslationModule(LightningModule):
@@ -62,7 +81,7 @@ class TranslationModule(LightningModule):
         self.backend = backend
         self.compiled_forward = backend.compiled(self.network) if backend.compiled else None
         self.loss_scale = LossScaler() if backend.scales_loss else None
-        self._search: tuple[Any, ...] = ()
+        self._search: tuple[GreedySearch, ...] = ()
         """The search of the current validation. As an attribute, a module would be part of every checkpoint."""
         self.validation_sums: dict[str, Tensor] = {}
         """Sums over target tokens, float64 [sources]."""
@@ -72,7 +91,9 @@ class TranslationModule(LightningModule):
         self._skipped = torch.zeros(2)
         """Number of skipped steps: in all, and in the current unbroken sequence. On the CPU before the first step."""
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(
+        self, batch: RankBatch | PaddedBatch, device: torch.device, dataloader_idx: int
+    ) -> RankBatch | PaddedBatch:
         """Copy the batch to the device. Unlike Lightning's default, this does not block the host."""
         return batch.to(device, non_blocking=True)
 
@@ -87,17 +108,17 @@ class TranslationModule(LightningModule):
         Those of several passes, each with other dropout, are stacked: [passes, ...].
         """
         if isinstance(batch, PaddedBatch):
-            inputs: tuple[Any, ...] = batch.source, batch.target_input, batch.source_mask
-            forward: Callable[..., Tensor] = PaddedTransformer(self.network)
+            padded = PaddedTransformer(self.network)
+            forward: Callable[[], Tensor] = partial(padded, batch.source, batch.target_input, batch.source_mask)
         else:
             device = self.network.embedding.weight.device.type
             autocast = torch.is_autocast_enabled(device)
             dtype = torch.get_autocast_dtype(device) if autocast else self.network.embedding.weight.dtype
             source = batch.source, batch.source_positions
             target = batch.target_input, batch.target_positions
-            inputs = source, target, packed_segments(batch, dtype, self.backend.attention)
-            forward = self.compiled_forward or self.network.rows
-        return forward(*inputs) if passes == 1 else torch.stack([forward(*inputs) for _ in range(passes)])
+            segments = packed_segments(batch, dtype, self.backend.attention)
+            forward = partial(self.compiled_forward or self.network.rows, source, target, segments)
+        return forward() if passes == 1 else torch.stack([forward() for _ in range(passes)])
 
     def losses(self, batch: PackedBatch | PaddedBatch, scale: Tensor | float | None = None) -> LossSums:
         """Return sums of the loss over a batch's target tokens; for `scale`, see `label_smoothed_loss`.
@@ -116,7 +137,7 @@ class TranslationModule(LightningModule):
             r_drop_alpha=alpha,
         )
 
-    def training_step(self, rank_batch: RankBatch, batch_idx: int) -> dict[str, Any]:
+    def training_step(self, rank_batch: RankBatch, batch_idx: int) -> StepOutputs:
         """Take one optimizer step over this rank's part of a global batch.
 
         If the gradient is not finite, the step is skipped: weights and optimizer state do not change, but the batch
@@ -124,8 +145,7 @@ class TranslationModule(LightningModule):
         the host does not wait for the device.
 
         Returns:
-            For the monitor, tensors on the device. `smoothed`, `likelihood` and `correct` are sums over this rank's
-            target tokens. `tokens` is the number of target tokens of all ranks. These are 0 if the step is skipped.
+            For the monitor, tensors on the device.
         """
         step, optimizer = self.global_step + 1, self.optimizers()
         assert not isinstance(optimizer, list)

@@ -128,7 +128,7 @@ class RankBatch:
         batches, start = [], 0
         for shape in self.shapes:
             end = start + sum(shape.sizes)
-            parts: dict[str, Any] = dict(zip(_TENSORS, self.ids[start:end].split(shape.sizes), strict=True))
+            parts = dict(zip(_TENSORS, self.ids[start:end].split(shape.sizes), strict=True))
             batches.append(PackedBatch(**parts, groups=shape.groups, longest=self.longest))
             start = end
         return batches
@@ -138,7 +138,7 @@ class RankBatch:
         """Number of source and target tokens in `ids`, including padding."""
         return sum(shape.source_tokens + shape.target_tokens for shape in self.shapes)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # The default shares file descriptors, for which the receiving process must connect back to this one.
         fields = {**vars(self), "ids": self.ids.numpy(), "pairs": self.pairs.numpy()}
         return _from_numpy, (fields,)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from traceback import clear_frames
-from typing import Any
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,13 @@ NEVER_ENDS = 1 << 40
 
 _COLLECTIVES_END_SECONDS = 0.1
 """How long to wait before forking workers on Python 3.11. Without other processes it takes some microseconds."""
+
+
+class Position(TypedDict):
+    """Where training goes on: the same on every rank, for any number of ranks."""
+
+    epoch: int
+    next_batch: int
 
 
 class RankBatchDataset(Dataset[RankBatch]):
@@ -151,11 +158,11 @@ class StatefulLoader(DataLoader[RankBatch]):
     def __len__(self) -> int:
         return NEVER_ENDS
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Position:
         """Return the position to resume from. It is the same on every rank, for any number of ranks."""
         return {"epoch": self._position[0], "next_batch": self._position[1]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Position) -> None:
         """Resume from a position. The time this takes does not depend on the position."""
         self._position = (state["epoch"], state["next_batch"])
 

@@ -11,13 +11,22 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from data_module.corpus.checks import TextChecker
-from data_module.corpus.manifest import FORMAT, TOKENIZER_NAME, source_names, write_manifest
+from data_module.corpus.manifest import (
+    FORMAT,
+    TOKENIZER_NAME,
+    Manifest,
+    Origin,
+    SourcePairs,
+    SplitAccount,
+    TrainAccount,
+    source_names,
+    write_manifest,
+)
 from data_module.corpus.noise import CASINGS, with_casing
 from data_module.corpus.pairs import PairFilter, Reason, max_characters, read_pairs
 from data_module.corpus.store import TokenStore, TokenStoreWriter, store_prefix, token_counts, token_type
@@ -98,11 +107,11 @@ def add_casings(words: WordCounts, noise: NoiseSettings, protected: frozenset[st
 def write_corpus(
     settings: CorpusSettings,
     tokenizer: Tokenizer,
-    inputs: dict[str, Any],
+    inputs: Origin,
     checked: TextChecker,
     folder: Path,
     progress: bool,
-) -> dict[str, Any]:
+) -> Manifest:
     """Clean, encode and write all pairs to an empty folder.
 
     Args:
@@ -130,9 +139,9 @@ def write_corpus(
         if text is not None:
             with _bar("encoding variants", settings.variants * train["pairs_kept"], progress) as bar:
                 variants = write_variants(folder, text, tokenizer, settings, bar.update)
-            train |= variants[0] | {"variants": variants}
+            train = {**train, **variants[0], "variants": variants}
     Tokenizer(tokenizer.model, seen=_seen_pieces(folder, settings, tokenizer)).save(folder / TOKENIZER_NAME)
-    manifest = {
+    manifest: Manifest = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         **inputs,
@@ -140,6 +149,7 @@ def write_corpus(
         "token_type": dtype.name,
         "train": train,
         "validation": validation,
+        "files": {},
     }
     write_manifest(folder, manifest)
     return manifest
@@ -206,7 +216,7 @@ def _write_validation(
     encoders: tuple[WordEncoder, WordEncoder],
     folder: Path,
     progress: bool,
-) -> dict[str, Any]:
+) -> SplitAccount:
     """Write the validation stores and text files."""
     with ExitStack() as stack:
         split = stack.enter_context(_Split("validation", settings, encoders, PairFilter(settings), folder))
@@ -236,7 +246,7 @@ def _write_train(
     variant_text: VariantText | None,
     folder: Path,
     progress: bool,
-) -> dict[str, Any]:
+) -> TrainAccount:
     """Write the training stores, plainly encoded, and add the text of the pairs to `variant_text`."""
     pair_filter = PairFilter(settings, checked.held_out)
     num_pairs = sum(source.num_pairs for source in checked.found["train"])
@@ -258,7 +268,7 @@ def _write_train(
                 held_out_split,
                 " and were dropped" if settings.drop_overlap else "; corpus.drop_overlap: true drops them",
             )
-    return split.account(settings.train) | {"variants": [token_counts(*split.writers)]}
+    return {**split.account(settings.train), "variants": [token_counts(*split.writers)]}
 
 
 class _Split:
@@ -298,7 +308,7 @@ class _Split:
         for writer in self.writers:
             writer.repeat_from(start, text.repeat - 1)
 
-    def account(self, texts: list[TextSource]) -> dict[str, Any]:
+    def account(self, texts: list[TextSource]) -> SplitAccount:
         """Return what the manifest says of the split, which has the pairs of `texts`, and warn of unknown text.
 
         The record of sources is in the order of their pairs in the stores. A source's `pairs` kept pairs follow one
@@ -319,11 +329,11 @@ class _Split:
                 100 * fraction,
                 "training" if self._name == "train" else self._name,
             )
-        sources = [
+        sources: list[SourcePairs] = [
             {"name": name, "pairs": count, "repeat": text.repeat}
             for name, count, text in zip(source_names(texts), self._num_pairs, texts, strict=True)
         ]
-        return account.as_dict() | {"sources": sources} | token_counts(*self.writers)
+        return {**account.as_dict(), "sources": sources, **token_counts(*self.writers)}
 
     def __enter__(self) -> "_Split":
         return self

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import datasets
 import huggingface_hub
@@ -83,14 +82,14 @@ def _parquet_tables(path: Path) -> Iterator[pa.Table]:
             yield pa.Table.from_batches([batch])
 
 
-def _json_tables(builder: Any, path: Path, split: str) -> Iterator[pa.Table]:
+def _json_tables(builder: datasets.DatasetBuilder, path: Path, split: str) -> Iterator[pa.Table]:
     builder.config.data_files = {split: [str(path)]}
     # Take the columns from the file, not from README.md.
     builder.info.features = None
     yield from builder.as_streaming_dataset(split).with_format("arrow").iter(_CHUNK_ROWS)
 
 
-def open_split(text: TextSource) -> tuple[Any, dict[str, Path]]:
+def open_split(text: TextSource) -> tuple[datasets.DatasetBuilder, dict[str, Path]]:
     """Return the library's builder of a split, and the split's files by name.
 
     Raises:
@@ -118,7 +117,7 @@ def open_split(text: TextSource) -> tuple[Any, dict[str, Path]]:
 
 
 @cache
-def _open_on_hub(name: str, subset: str | None, split: str) -> tuple[Any, dict[str, Path]]:
+def _open_on_hub(name: str, subset: str | None, split: str) -> tuple[datasets.DatasetBuilder, dict[str, Path]]:
     """Do what `open_split` does for a data set on the hub. Cached, so that every pass reads the same revision."""
     log.info("looking up %s on the Hugging Face hub", name)
     with _library_errors(
@@ -134,7 +133,7 @@ def _open_on_hub(name: str, subset: str | None, split: str) -> tuple[Any, dict[s
     return builder, {name: Path(path) for name, path in zip(names, paths, strict=True)}
 
 
-def _builder(name: str, path: str, subset: str | None) -> Any:
+def _builder(name: str, path: str, subset: str | None) -> datasets.DatasetBuilder:
     try:
         builder = datasets.load_dataset_builder(path, subset)
     except (ValueError, FileNotFoundError):
@@ -148,7 +147,7 @@ def _builder(name: str, path: str, subset: str | None) -> Any:
     return builder
 
 
-def _files_of_split(builder: Any, name: str, split: str) -> list[str]:
+def _files_of_split(builder: datasets.DatasetBuilder, name: str, split: str) -> list[str]:
     files = {str(key): list(paths) for key, paths in builder.config.data_files.items()}
     if split not in files:
         raise InputError(f"{name}: there is no split {split!r}; give `split`, one of: {', '.join(files)}")
@@ -163,7 +162,7 @@ def _files_of_split(builder: Any, name: str, split: str) -> list[str]:
 def _places_in_card(folder: str) -> list[str]:
     """Return the files that the card of a local data set names, and whatever else its subsets have as text."""
     page, extra, places = Path(folder, "README.md"), Path(folder, ".huggingface.yaml"), []
-    values: list[Any] = []
+    values: list[object] = []
     if page.is_file():
         values.append(huggingface_hub.DatasetCard.load(page).data.to_dict().get("configs"))
     if extra.is_file():

@@ -2,16 +2,16 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_module.errors import PROGRAM, InputError
-from data_module.files import check_format, json_object, misshapen
+from data_module.files import PlainValues, check_format, json_object, misshapen
 from data_module.settings import TextSource
 
 FORMAT = "attention-pipeline corpus"
@@ -20,6 +20,98 @@ TOKENIZER_NAME = "tokenizer.model"
 
 TEXT_KEYS = ("corpus.train", "corpus.validation", "corpus.test")
 """Keys of a recipe that hold a list of text sources."""
+Split: TypeAlias = Literal["train", "validation"]
+SPLITS: tuple[Split, ...] = ("train", "validation")
+"""The splits that a corpus stores; the test text is only read."""
+
+
+class SourceFile(TypedDict):
+    """A file of text, so that a corpus can be compared with it."""
+
+    file: str
+    bytes: int
+    sha256: str
+
+
+class Inputs(TypedDict):
+    """What a corpus is made from, and compared by."""
+
+    settings: PlainValues
+    """The recipe's `corpus:` section, without the folder and without weights."""
+    source_files: list[SourceFile]
+
+
+class Origin(Inputs):
+    """What a corpus was made from, with the commits of remote data sets, which are for information."""
+
+    hub_revisions: dict[str, str]
+
+
+class SourcePairs(TypedDict):
+    """How many pairs of a split come from one source; they follow one another, `repeat` times."""
+
+    name: str
+    pairs: int
+    repeat: int
+
+
+class DroppedPairs(TypedDict):
+    """How many pairs were dropped for one reason, and the first of them as `file:line`."""
+
+    pairs: int
+    first_lines: list[str]
+
+
+class TokenCounts(TypedDict):
+    """Tokens of the two stores of a split."""
+
+    source_tokens: int
+    target_tokens: int
+    longest_source: int
+    longest_target: int
+
+
+class PairCounts(TypedDict):
+    """What became of the pairs that were read for a split."""
+
+    pairs_read: int
+    pairs_kept: int
+    pairs_dropped: dict[str, DroppedPairs]
+    pairs_also_in_validation: int
+    pairs_also_in_test: int
+
+
+class SplitAccount(PairCounts, TokenCounts):
+    """A split's entry in the manifest."""
+
+    sources: list[SourcePairs]
+
+
+class TrainAccount(SplitAccount):
+    """The entry of the training split, whose own counts are those of the first variant."""
+
+    variants: list[TokenCounts]
+
+
+class TokenizerRecord(TypedDict):
+    """Which tokenizer encoded a corpus."""
+
+    sha256: str
+    vocabulary_size: int
+
+
+class Manifest(Origin):
+    """The contents of `manifest.json`."""
+
+    format: str
+    format_version: int
+    tokenizer: TokenizerRecord
+    token_type: str
+    train: TrainAccount
+    validation: SplitAccount
+    files: dict[str, int]
+    """The size of each other file of the folder in bytes, by its name."""
+
 
 _COUNTS = dict.fromkeys(("source_tokens", "target_tokens", "longest_source", "longest_target"), int)
 _ACCOUNT = {
@@ -44,7 +136,7 @@ _MAX_LINES = 3
 _REBUILD = f"run `{PROGRAM} prepare` with --force to rebuild it"
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Add the names and sizes of the folder's files to the manifest, and write it."""
     manifest["files"] = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     text = json.dumps(manifest, indent=2, ensure_ascii=False)
@@ -56,7 +148,7 @@ def is_corpus(folder: Path) -> bool:
     return _manifest(folder) is not None
 
 
-def _manifest(folder: Path) -> dict[str, Any] | None:
+def _manifest(folder: Path) -> PlainValues | None:
     """Return a corpus's manifest, not yet checked; None if the folder has none."""
     try:
         manifest = json_object((folder / MANIFEST_NAME).read_bytes())
@@ -65,7 +157,7 @@ def _manifest(folder: Path) -> dict[str, Any] | None:
     return manifest if manifest is not None and manifest.get("format") == FORMAT else None
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a corpus folder, after checking that every file exists and has the right size.
 
     The time this takes does not depend on the size of the corpus.
@@ -89,31 +181,33 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if actual != size:
             state = "is missing" if actual is None else f"has {actual} bytes, not {size}"
             raise InputError(f"{path}: the corpus is incomplete, this file {state}; {_REBUILD}")
-    return manifest
+    return cast(Manifest, manifest)  # Its shape has been checked.
 
 
-def _uncounted(manifest: dict[str, Any]) -> str:
+def _uncounted(manifest: PlainValues) -> str:
     """Return a key that says more or less than the corpus's files hold; empty if there is none."""
     if not manifest["train"]["variants"]:
         return "train.variants"
-    for split in ("train", "validation"):
+    for split in SPLITS:
         num_pairs = sum(source["pairs"] * source["repeat"] for source in manifest[split]["sources"])
         if manifest["files"].get(f"{split}.source.lengths.npy") != _HEADER_BYTES + 2 * num_pairs:
             return f"{split}.sources"
     return ""
 
 
-def numbers(manifest: dict[str, Any]) -> dict[str, Any]:
+def numbers(manifest: Manifest) -> dict[str, object]:
     """Return the vocabulary size and, for each split, the numbers of pairs and tokens."""
     keys = ("pairs_read", "pairs_kept", "source_tokens", "target_tokens")
-    splits = {split: {key: manifest[split][key] for key in keys} for split in ("train", "validation")}
+    splits: dict[str, object] = {
+        split: {key: value for key, value in manifest[split].items() if key in keys} for split in SPLITS
+    }
     return {"vocabulary_size": manifest["tokenizer"]["vocabulary_size"], **splits}
 
 
-def summary(manifest: dict[str, Any]) -> str:
+def summary(manifest: Manifest) -> str:
     """Return the numbers of pairs as text, one line per split, with a few of the dropped lines."""
     lines = []
-    for split in ("train", "validation"):
+    for split in SPLITS:
         account = manifest[split]
         dropped = {reason: entry for reason, entry in account["pairs_dropped"].items() if entry["pairs"]}
         count = sum(entry["pairs"] for entry in dropped.values())
@@ -133,7 +227,7 @@ def _few(lines: list[str], count: int) -> str:
     return ", ".join(shown + ["…"] * (count > len(shown)))
 
 
-def differences(manifest: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+def differences(manifest: Mapping[str, object], wanted: Mapping[str, object]) -> list[str]:
     """Return the differences between a corpus and the settings and source files in `wanted`, one phrase each.
 
     Only the keys of `wanted` are compared, so it may contain settings alone.
@@ -147,7 +241,7 @@ def differences(manifest: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     return phrases
 
 
-def _changed_texts(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> str:
+def _changed_texts(before: list[PlainValues], now: list[PlainValues]) -> str:
     """Return the text sources that only one of two lists has, a few of them by name."""
     old, new = ([_text_name(text) for text in texts] for texts in (before, now))
     gone, added = [name for name in old if name not in new], [name for name in new if name not in old]
@@ -157,7 +251,7 @@ def _changed_texts(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> s
     return ", ".join(f"{word} {_few(names, len(names))}" for names, word in parts if names)
 
 
-def _text_name(text: dict[str, Any]) -> str:
+def _text_name(text: PlainValues) -> str:
     keys = ("prefix", "source", "target", "tsv", "dataset", "subset", "split", "target_language", "path")
     name = " ".join(str(text[key]) for key in keys if text.get(key))
     return name if text.get("repeat", 1) == 1 else f"{name} (repeat {text['repeat']})"
@@ -199,7 +293,7 @@ class SplitSources(NamedTuple):
     """[pairs]: the index into `names` of each pair's source."""
 
 
-def split_sources(account: dict[str, Any]) -> SplitSources | None:
+def split_sources(account: SplitAccount) -> SplitSources | None:
     """Return the sources of a split from its entry in the manifest; None if all have one name."""
     record = account["sources"]
     names = list(dict.fromkeys(source["name"] for source in record))

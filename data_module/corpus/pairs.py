@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from data_module.corpus.dataset_reader import HubDataset
+from data_module.corpus.manifest import PairCounts, SourceFile
 from data_module.corpus.readers import READERS, PairedFiles, Reader, TsvFile
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
@@ -64,7 +64,7 @@ def all_available(settings: CorpusSettings) -> bool:
     )
 
 
-def fingerprint(name: str, path: Path) -> dict[str, Any]:
+def fingerprint(name: str, path: Path) -> SourceFile:
     """Return a file's name, size in bytes and SHA-256."""
     with read_errors(name), open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -201,7 +201,7 @@ class PairAccount:
             reasons = ", ".join(f"{reason}: {n}" for reason, n in self.dropped.items() if n)
             raise InputError(f"corpus.{split}: no pair is left ({reasons}); correct the text or relax the settings")
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> PairCounts:
         """Return the account as in the manifest, with the first few lines that were dropped for each reason."""
         return {
             "pairs_read": self.read,

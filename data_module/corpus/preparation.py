@@ -7,11 +7,10 @@ import gc
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
-from typing import Any
 
 from data_module.corpus.builder import learn_tokenizer, write_corpus
 from data_module.corpus.checks import (
@@ -24,10 +23,10 @@ from data_module.corpus.checks import (
     source_warnings,
     tokenizer_file,
 )
-from data_module.corpus.manifest import MANIFEST_NAME, differences, is_corpus, read_manifest
+from data_module.corpus.manifest import MANIFEST_NAME, Inputs, Manifest, Origin, differences, is_corpus, read_manifest
 from data_module.corpus.pairs import all_available, fingerprint, open_reader
 from data_module.errors import InputError
-from data_module.files import FileLock, disk_full_error, replace_folder
+from data_module.files import FileLock, PlainValues, disk_full_error, replace_folder
 from data_module.settings import CorpusSettings
 from data_module.tokenization.tokenizer import Tokenizer
 
@@ -43,7 +42,7 @@ def prepare(
     *,
     force: bool = False,
     progress: bool = True,
-) -> dict[str, Any]:
+) -> Manifest:
     """Create the corpus folder unless it exists and is up to date.
 
     If two processes prepare the same folder, the second waits for the first and uses its corpus.
@@ -90,15 +89,15 @@ def prepare(
 
 
 def _make(
-    settings: CorpusSettings, earlier: Tokenizer | None, wanted: dict[str, Any], folder: Path, progress: bool
-) -> dict[str, Any]:
+    settings: CorpusSettings, earlier: Tokenizer | None, wanted: Inputs, folder: Path, progress: bool
+) -> Manifest:
     """Make the corpus, put it in the place of `folder`, and return its manifest; `prepare` describes the arguments."""
     # Check every source before doing any expensive work.
     checked = check_text(settings)
     for warning in source_warnings(settings, checked):
         log.warning(warning)
     with ExitStack() as until_replaced, _replacing(folder) as temporary, without_garbage_collection():
-        inputs = wanted | {"hub_revisions": _hub_revisions(settings)}
+        inputs: Origin = {**wanted, "hub_revisions": _hub_revisions(settings)}
         tokenizer = given_tokenizer(settings, earlier) or learn_tokenizer(settings, checked, progress)
         for warning in [] if earlier else size_warnings(settings, checked):
             log.warning(warning)
@@ -139,7 +138,7 @@ def without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def existing_corpus(settings: CorpusSettings, *, compare_texts: bool) -> dict[str, Any] | None:
+def existing_corpus(settings: CorpusSettings, *, compare_texts: bool) -> Manifest | None:
     """Return the manifest of the corpus that is in the folder, after comparing it; None if the folder holds nothing.
 
     Args:
@@ -155,7 +154,7 @@ def existing_corpus(settings: CorpusSettings, *, compare_texts: bool) -> dict[st
     return _up_to_date(settings, _wanted(settings) if reads else {"settings": _settings_dict(settings)})
 
 
-def _settings_dict(settings: CorpusSettings) -> dict[str, Any]:
+def _settings_dict(settings: CorpusSettings) -> PlainValues:
     # The folder is left out because a corpus may be moved, and weights because they are of the epochs.
     values = {key: value for key, value in asdict(settings).items() if key != "folder"}
     for text in (text for split in ("train", "validation", "test") for text in values[split]):
@@ -163,7 +162,7 @@ def _settings_dict(settings: CorpusSettings) -> dict[str, Any]:
     return values
 
 
-def _wanted(settings: CorpusSettings) -> dict[str, Any]:
+def _wanted(settings: CorpusSettings) -> Inputs:
     files = {name: path for text in settings.texts() for name, path in open_reader(text, settings).files().items()}
     if (given := tokenizer_file(settings)) is not None:
         files[str(given)] = given
@@ -182,8 +181,8 @@ def _hub_revisions(settings: CorpusSettings) -> dict[str, str]:
 
 
 def _up_to_date(
-    settings: CorpusSettings, wanted: dict[str, Any], *, ignore_differences: bool = False
-) -> dict[str, Any] | None:
+    settings: CorpusSettings, wanted: Mapping[str, object], *, ignore_differences: bool = False
+) -> Manifest | None:
     """Return the manifest of the existing corpus; None if there is none, or if `ignore_differences`.
 
     Raises:
@@ -197,7 +196,7 @@ def _up_to_date(
     if ignore_differences:
         return None
     manifest = read_manifest(folder)
-    if changes := differences(manifest | {"settings": _DEFAULTS | manifest["settings"]}, wanted):
+    if changes := differences({**manifest, "settings": _DEFAULTS | manifest["settings"]}, wanted):
         raise InputError(
             f"{folder}: was made from other inputs or settings: {'; '.join(changes)};"
             " name another corpus.folder, or rebuild this one for a new run with `prepare --force`"

@@ -10,12 +10,11 @@ import threading
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_module.corpus.manifest import MANIFEST_NAME, TOKENIZER_NAME, read_manifest
+from data_module.corpus.manifest import MANIFEST_NAME, TOKENIZER_NAME, Split, TokenCounts, read_manifest
 from data_module.errors import PROGRAM, InputError
 from data_module.tokenization.tokenizer import Tokenizer
 
@@ -122,7 +121,7 @@ class TokenStoreWriter:
         self.close()
 
 
-def token_counts(source: TokenStoreWriter, target: TokenStoreWriter) -> dict[str, int]:
+def token_counts(source: TokenStoreWriter, target: TokenStoreWriter) -> TokenCounts:
     """Return what the manifest says of a split's two stores."""
     return {
         "source_tokens": source.num_tokens,
@@ -191,7 +190,7 @@ class TokenStore:
         """Return the ids of one sentence, a read-only view of the file."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"prefix": self.prefix}
 
 
@@ -236,7 +235,7 @@ def open_variants(folder: Path) -> list[ParallelCorpus]:
     return [open_corpus(folder, "train", variant) for variant in range(len(read_manifest(folder)["train"]["variants"]))]
 
 
-def open_corpus(folder: Path, split: str, variant: int = 0) -> ParallelCorpus:
+def open_corpus(folder: Path, split: Split, variant: int = 0) -> ParallelCorpus:
     """Open a split, "train" or "validation", of a corpus folder; of the training split, one of its variants.
 
     The time this takes does not depend on the size of the corpus.
@@ -251,7 +250,7 @@ def open_corpus(folder: Path, split: str, variant: int = 0) -> ParallelCorpus:
             f"{folder / TOKENIZER_NAME}: not the tokenizer that the corpus was made with;"
             f" run `{PROGRAM} prepare` with --force to rebuild it"
         )
-    counts = manifest[split]["variants"][variant] if split == "train" else manifest[split]
+    counts: TokenCounts = manifest["train"]["variants"][variant] if split == "train" else manifest[split]
     return ParallelCorpus(
         TokenStore(store_prefix(folder, split, "source", variant)),
         TokenStore(store_prefix(folder, split, "target", variant)),

@@ -8,11 +8,12 @@ number of processes write the same bytes.
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from data_module.corpus.manifest import TokenCounts
 from data_module.corpus.noise import NOISE_KINDS, add_noise, draw_kinds
 from data_module.corpus.store import TokenStoreWriter, store_prefix, token_counts, token_type
 from data_module.errors import InputError
@@ -132,7 +133,7 @@ def write_variants(
     tokenizer: Tokenizer,
     settings: CorpusSettings,
     advance: Callable[[int], object],
-) -> list[dict[str, int]]:
+) -> list[TokenCounts]:
     """Write all variants of the training split; variant 0 replaces the plain encoding.
 
     Args:
@@ -178,7 +179,7 @@ def _encode_in_parallel(encoder: _ChunkEncoder) -> Iterator[tuple[_Encoded, _Enc
     import torch
     from torch.utils.data import DataLoader
 
-    loader: DataLoader[Any] = DataLoader(
+    loader: DataLoader[int] = DataLoader(
         encoder,  # type: ignore[arg-type]
         batch_size=None,
         num_workers=num_processors(),

@@ -12,12 +12,15 @@ import unicodedata
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from data_module.errors import InputError
 from data_module.tokenization.pair import SPACE_MARK, PairEncoder, is_code, proto_of, split_models
+
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
 
 PAD_ID, UNK_ID, BOS_ID, EOS_ID = range(4)
 NUM_SPECIAL_IDS = 4
@@ -192,7 +195,7 @@ class Tokenizer:
         return PairEncoder(self.pair[self._encodes_target], self.pieces(), self.unk_id) if self.pair else None
 
     @property
-    def _encoder(self) -> Any:
+    def _encoder(self) -> "SentencePieceProcessor":
         """The sentencepiece processor that encodes."""
         return self._pair_encoder.processor if self._pair_encoder else self._processor
 
@@ -216,7 +219,7 @@ class Tokenizer:
 
     def spell(self, sentence: str) -> list[str]:
         """Return the pieces of a source sentence as text, in the order of their ids: unknown characters as they are."""
-        encoder: Any = self._pair_encoder or self._processor
+        encoder = self._pair_encoder or self._processor
         return list(encoder.encode_as_pieces(normalize_white_space(sentence.replace("\n", " "))))
 
     def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:

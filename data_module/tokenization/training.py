@@ -8,11 +8,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
 from data_module.errors import InputError
+from data_module.files import PlainValues
 from data_module.settings import CorpusSettings
 from data_module.tokenization.pair import proto_of
 from data_module.tokenization.tokenizer import (
@@ -165,7 +165,7 @@ def train_on_words(words: WordCounts, settings: CorpusSettings) -> bytes:
     return _without_rule_path(model) if settings.lowercase else model
 
 
-def _options(words: WordCounts, settings: CorpusSettings) -> dict[str, Any]:
+def _options(words: WordCounts, settings: CorpusSettings) -> PlainValues:
     """Return the training options that depend on the settings, except those for lower-casing.
 
     Raises:
@@ -186,7 +186,7 @@ def _options(words: WordCounts, settings: CorpusSettings) -> dict[str, Any]:
         symbols.append(RESERVED_CHARACTER)
     learnable = "".join(sorted(characters - {RESERVED_CHARACTER, *symbols}))
     size, coverage = settings.vocabulary_size, settings.character_coverage
-    options: dict[str, Any] = {"vocab_size": size, "character_coverage": coverage}
+    options: PlainValues = {"vocab_size": size, "character_coverage": coverage}
     if symbols:
         options["user_defined_symbols"] = symbols
     if byte_fallback:
@@ -210,7 +210,7 @@ def _options(words: WordCounts, settings: CorpusSettings) -> dict[str, Any]:
     return options
 
 
-def _train(words: WordCounts, options: dict[str, Any]) -> bytes:
+def _train(words: WordCounts, options: PlainValues) -> bytes:
     import sentencepiece  # as in `Tokenizer`
 
     # sentencepiece sorts the words, so that their order is of no account.
@@ -234,13 +234,13 @@ def _train(words: WordCounts, options: dict[str, Any]) -> bytes:
         # The model contains its training options, so a number that depends on the machine would change its bytes.
         num_threads=16,
         minloglevel=2,
-        **({"normalization_rule_name": "identity"} | options),
+        **{"normalization_rule_name": "identity", **options},
     )
     return model.getvalue()
 
 
 @contextmanager
-def rule_file(rules: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+def rule_file(rules: Mapping[str, str]) -> Iterator[PlainValues]:
     """Yield the training options for replacing characters by the text that `rules` maps them to; none without rules."""
     if not rules:
         yield {}

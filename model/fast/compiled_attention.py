@@ -130,7 +130,7 @@ class _Attend(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         program, *arguments = ctx.arguments
         *inputs, normalizers = ctx.saved_tensors
         written = [torch.empty_like(x) for x in inputs]

@@ -5,8 +5,8 @@ The caller decides which compiled program may be loaded: see `pipeline/runtime/c
 
 import ctypes
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class _Request(ctypes.Structure):
     )
 
 
-def load_function(path: Path, name: str, request: type[ctypes.Structure]) -> Any:
+def load_function(path: Path, name: str, request: type[ctypes.Structure]) -> Callable[[object], int]:
     """Load a compiled program and return its function, which takes a pointer to a request and returns 0 if all is well.
 
     A program runs with this process's rights: the caller vouches for its origin.

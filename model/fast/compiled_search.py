@@ -288,7 +288,7 @@ class CompiledSearch:
         lengths = prefix_lengths(target_prefix, limits, self.vocabulary_size, ids)
         return target_prefix[target_prefix != self.pad_id], F.pad(lengths.cumsum(0), [1, 0])
 
-    def _sampling(self, sampling: Sampling | None, uniforms: Tensor) -> Any:
+    def _sampling(self, sampling: Sampling | None, uniforms: Tensor) -> "ctypes._Pointer[_Sampling] | None":
         if sampling is None:
             return None
         top_k = self.vocabulary_size if sampling.top_k is None else sampling.top_k
@@ -331,7 +331,8 @@ def _padded(answers: Tensor, limits: Tensor, lengths: Tensor, pad_id: int) -> Te
 
 
 def _shape(network: Transformer) -> _Shape:
-    layer: Any = network.encoder[0]
+    layer = network.encoder[0]
+    assert isinstance(layer, EncoderLayer)
     attention, feed_forward, norm = layer.self_attention, layer.feed_forward, layer.self_attention_residual.norm
     return _Shape(
         d_model=network.embedding.embedding_dim,

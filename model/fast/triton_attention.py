@@ -301,13 +301,13 @@ def segment_attention_backward(
     return gradients
 
 
-def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     tensors, segments, dropout, *ctx.options = inputs
     ctx.has_dropout = dropout is not None
     ctx.save_for_backward(*output, *tensors, *segments, *([] if dropout is None else [dropout]))
 
 
-def _backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Any, ...]:
+def _backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[object, ...]:
     saved = list(ctx.saved_tensors)
     dropout = saved.pop() if ctx.has_dropout else None
     results, inputs, segments = saved[:2], saved[2:-4], saved[-4:]

@@ -5,12 +5,13 @@ import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from data_module.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
 from model.torch_private import copy_all
 from pipeline.checkpointing.checkpoint import metadata
@@ -68,7 +69,7 @@ class CheckpointCallback(Callback):
         self._best_step: int | None = None
         """Step of the best validation; None before the first one."""
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         """Save when a step or time interval has passed. Raises the error of an earlier write."""
         checkpoint_io(trainer).raise_error()
         every = self._settings.checkpoint_every_steps
@@ -175,11 +176,11 @@ class CheckpointCallback(Callback):
         trainer.save_checkpoint(path, weights_only=False, storage_options=options)
         self._clock.begin("loop_overhead")
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: PlainValues) -> None:
         """Add what makes the checkpoint usable without the run folder."""
         checkpoint["translation"] = self._metadata
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> PlainValues:
         """Return the state that a resumed run continues with."""
         return {"best_score": self.best_score, "best_step": self._best_step, "temporary_step": self._temporary_step}
 
@@ -201,7 +202,7 @@ class CheckpointCallback(Callback):
         how = checkpoint_io(trainer).describe()
         say(f"checkpoints: at most {files} files of {size:,.1f} MB, {files * size:,.0f} MB in {folder}; {how}")
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: PlainValues) -> None:
         """Restore the callback's state."""
         # The first runs of format 2, as the one that tests keep, knew BLEU only, and called it so.
         self.best_score = state_dict.get("best_score", state_dict.get("best_bleu"))
@@ -234,7 +235,7 @@ class EMA(WeightAveragingBase):
         trainer.precision_plugin.convert_module(self.average.module)
 
     @torch.no_grad()
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         """Update the average; the first update copies the weights."""
         if trainer.global_step <= self.latest_update_step:
             return
@@ -247,7 +248,7 @@ class EMA(WeightAveragingBase):
         self.average.n_averaged += 1
         self.latest_update_step = trainer.global_step
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: PlainValues) -> None:
         """Save the average as `state_dict` and the weights as `current_model_state`, also during a validation."""
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         if self.swapped:

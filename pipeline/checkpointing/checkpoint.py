@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from data_module.errors import PROGRAM, InputError
-from data_module.files import FORMAT_VERSION, atomic_file, check_format, misshapen
+from data_module.files import FORMAT_VERSION, PlainValues, atomic_file, check_format, misshapen
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings, NetworkSettings, changed_keys
 from model.transformer import Transformer
@@ -52,7 +52,7 @@ class Checkpoint:
     tokenizer: Tokenizer
     weights: dict[str, Tensor]
     """The state dict of `Transformer`: of a run with a moving average, the average."""
-    contents: dict[str, Any]
+    contents: PlainValues
     """All of the file, of which `resume_point.py` takes what a run needs to go on."""
 
     def network(self) -> Transformer:
@@ -84,7 +84,7 @@ class TrainedModel:
     """In evaluation mode, float32, on the CPU."""
     tokenizer: Tokenizer
     decoding: DecodingSettings
-    recipe: dict[str, Any]
+    recipe: PlainValues
     path: Path
     step: int
 
@@ -98,7 +98,7 @@ def load_model(path: Path) -> TrainedModel:
     return TrainedModel(read.network(), read.tokenizer, read.recipe.decoding, read.recipe.as_dict(), path, read.step)
 
 
-def metadata(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
+def metadata(recipe: Recipe, tokenizer: Tokenizer) -> PlainValues:
     """Return what is stored under a checkpoint's key `translation`."""
     stored = {"tokenizer": tokenizer.model} | ({} if tokenizer.seen is None else {"seen_pieces": tokenizer.seen})
     return {
@@ -109,7 +109,7 @@ def metadata(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def write_atomic(contents: dict[str, Any], path: Path) -> None:
+def write_atomic(contents: PlainValues, path: Path) -> None:
     """Save a checkpoint as a whole or not at all; a full disk leaves earlier checkpoints intact."""
     with atomic_file(path) as file:
         torch.save(contents, file)
@@ -178,7 +178,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise InputError(f"{path}: is damaged: {str(error)[:300]}; give another one that fit has written") from None
 
 
-def _checked(path: Path, contents: dict[str, Any]) -> Checkpoint:
+def _checked(path: Path, contents: PlainValues) -> Checkpoint:
     """Return what a file holds; raise InputError or ValueError for what is wrong in it."""
     # Only an average around the best validation has a selection.
     complete = {"selection": {"run_step": contents["global_step"]}, **contents}
@@ -208,12 +208,13 @@ def _check_archive(path: Path) -> None:
                 raise ValueError("bytearray(n) takes n bytes")
 
 
-def _check_size(contents: Any, file_bytes: int) -> None:
+def _check_size(contents: object, file_bytes: int) -> None:
     """Raise ValueError if values that a file has once stand in too many places, or tensors have more bytes than it."""
-    todo, num_values, num_bytes = [(contents, 0)], 0, 0
+    todo: list[tuple[object, int]] = [(contents, 0)]
+    num_values = num_bytes = 0
     while todo:
         value, depth = todo.pop()
-        items: Collection[Any] = ()
+        items: Collection[object] = ()
         if isinstance(value, Tensor):
             own = value.numel() * value.element_size()
             num_bytes += own
@@ -241,7 +242,13 @@ class NoInitialValues(TorchFunctionMode):
         self._tensors = 2 * len(weights) + 1000
         self._elements = 2 * sum(weight.numel() for weight in weights.values()) + 10**8
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: PlainValues | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__module__", None) == "torch.nn.init" or func in (Tensor.normal_, Tensor.uniform_):
             return kwargs["tensor"] if "tensor" in kwargs else args[0]
@@ -254,7 +261,7 @@ class NoInitialValues(TorchFunctionMode):
         return made
 
 
-def average(paths: list[Path], read: Callable[[Path], Checkpoint] = read_checkpoint) -> dict[str, Any]:
+def average(paths: list[Path], read: Callable[[Path], Checkpoint] = read_checkpoint) -> PlainValues:
     """Return the contents of a checkpoint whose weights are the mean of those given, summed in float64 (section 6.1).
 
     It has no optimizer state: it is for translating, or for starting another run.

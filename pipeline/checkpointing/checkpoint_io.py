@@ -7,7 +7,6 @@ from copy import deepcopy
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import Tensor
 
+from data_module.files import PlainValues
 from pipeline.checkpointing.checkpoint import write_atomic
 from pipeline.runtime.console import say, user_message
 from pipeline.runtime.memory import can_measure_peak, host_memory_limit, private_memory, release_freed_memory
@@ -61,7 +61,7 @@ class HostCopy:
         self._memory = np.empty(0, dtype=np.uint8)
         release_freed_memory()
 
-    def take(self, contents: dict[str, Any]) -> dict[str, Any] | None:
+    def take(self, contents: PlainValues) -> PlainValues | None:
         """Return a copy of a checkpoint's contents, which is valid until the next call; None if there is no room.
 
         An optimizer with more state than Adam needs more memory than was reserved, and gets it here.
@@ -82,14 +82,14 @@ class HostCopy:
             start = ends[key] - _aligned(storage.nbytes())
             copies[key] = torch.from_numpy(self._memory[start : start + storage.nbytes()]).untyped_storage()
             copies[key].copy_(storage)
-        placed: dict[int, Any] = {}
+        placed: dict[int, object] = {}
         for one in tensors:
             copy = copies[one.untyped_storage().data_ptr()]
             placed[id(one)] = torch.empty(0, dtype=one.dtype).set_(copy, one.storage_offset(), one.shape, one.stride())
         return deepcopy(contents, placed)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: object) -> Iterator[Tensor]:
     """Yield the plain tensors in nested values."""
     if type(value) is Tensor and value.layout == torch.strided and value.numel():
         yield value
@@ -148,7 +148,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return f"written in the background from a copy in memory of {self.copy_bytes / 1e6:,.0f} MB"
         return f"training waits while they are written: {self._copy.refusal}"
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: PlainValues, path: str | Path, storage_options: WriteOptions | None = None
+    ) -> None:
         """Save the whole checkpoint, or leave nothing behind.
 
         Raises OSError when the disk is too full for it; one that is written in the background raises it at the next
@@ -189,7 +191,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             ended.result()
 
     def join(self) -> None:
-        """Wait for the write in flight, also if it fails. Any thread may call this."""
+        """Wait for the write in flight, also if it fails. This may be called from any thread."""
         if (write := self._write) is not None:
             wait([write])
 

@@ -1,9 +1,9 @@
 """What a run is resumed from: its newest checkpoint, after all that a resumed run takes from it has been checked."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
@@ -140,7 +140,7 @@ def _unfit(checkpoint: Checkpoint, recipe: Recipe) -> str:
         return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+def _numbers(group: Mapping[str, object]) -> dict[str, object]:
     """Return the settings of a group of parameters that determine its steps; the rate is set before each."""
     return {key: value for key, value in group.items() if key != "lr" and type(value) in (int, float, tuple)}
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -20,6 +19,7 @@ from data_module.errors import InputError, first_of
 from data_module.files import (
     FORMAT_VERSION,
     FileLock,
+    PlainValues,
     atomic_file,
     check_format,
     existing_parent,
@@ -132,7 +132,7 @@ def latest_valid(run: Path) -> tuple[Path | None, list[Path]]:
     return None, skipped
 
 
-def read_metrics(run: Path, name: str = METRICS) -> Iterator[dict[str, Any]]:
+def read_metrics(run: Path, name: str = METRICS) -> Iterator[PlainValues]:
     """Yield the lines of a run's metrics.jsonl or another file of JSON lines; none if it does not exist.
 
     A line that a killed process has written in part ends them, as it does where a run resumes.
@@ -151,7 +151,7 @@ def is_run(path: Path) -> bool:
     return _config(path) is not None
 
 
-def _config(path: Path) -> dict[str, Any] | None:
+def _config(path: Path) -> PlainValues | None:
     """Return the recipe in a folder's config.yaml; None if that has not the sections of one."""
     try:
         text = (path / "config.yaml").read_text(encoding="utf-8")
@@ -351,7 +351,7 @@ def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
     return forbidden, allowed
 
 
-def _read_versions(path: Path) -> dict[str, Any]:
+def _read_versions(path: Path) -> PlainValues:
     """Return what a run recorded in versions.json; raise InputError if it is damaged or the run of another format."""
     file, start_over = path / _VERSIONS, "start a new run with --fresh or another run.folder"
     recorded = json_object(file.read_bytes()) if file.is_file() else None
@@ -437,13 +437,13 @@ def _replace(path: Path, contents: bytes) -> None:
         file.write(contents)
 
 
-def settings_of_ranks(recipe: Recipe) -> dict[str, Any]:
+def settings_of_ranks(recipe: Recipe) -> dict[str, object]:
     """Return the settings that all ranks of a run have in common, by key; the run folder without links."""
     settings = {key: value for key, value in _flat(recipe.as_dict()).items() if key not in MAY_CHANGE_KEYS}
     return {**settings, "run.folder": str(recipe.run_folder().resolve())}
 
 
-def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+def _flat(values: object, prefix: str = "") -> dict[str, object]:
     if isinstance(values, dict) and values:
         return {k: v for name, value in values.items() for k, v in _flat(value, f"{prefix}{name}.").items()}
     return {prefix.rstrip("."): values}

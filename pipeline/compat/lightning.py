@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
@@ -45,7 +45,7 @@ def disable_signal_handling(trainer: Trainer) -> None:
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
-def precision_plugin(options: dict[str, Any]) -> Any:
+def precision_plugin(options: Mapping[str, object]) -> MixedPrecision | None:
     """Return Lightning's plugin for float16 without its gradient scaler, None for any other precision.
 
     The module scales the loss itself: Lightning's scaler does not allow clipping in manual optimization. Lightning

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 from google.protobuf.message import DecodeError
 from lightning.pytorch.loggers import Logger
@@ -96,7 +95,7 @@ class RunLog(Logger):
         )
         self._add([Summary(value=[Summary.Value(tag=tag, image=encoded)])], step)
 
-    def add_hyperparameters(self, values: dict[str, Any], metrics: list[str], step: int) -> None:
+    def add_hyperparameters(self, values: Mapping[str, object], metrics: list[str], step: int) -> None:
         """Write a row of the HParams tab: the settings, and the tags of the metrics to compare runs by.
 
         The tab shows the last values of these curves.
@@ -118,7 +117,7 @@ class RunLog(Logger):
             with self._warn_on_os_error(self.run / name), atomic_file(self.run / name) as file:
                 file.write(contents)
 
-    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+    def log_hyperparams(self, *_: object, **__: object) -> None:
         """Do nothing: `add_hyperparameters` writes those of the recipe."""
 
     @property
@@ -136,7 +135,7 @@ class RunLog(Logger):
         self._events.close()
         self._lines.close()
 
-    def _add(self, summaries: list[Any], step: int) -> None:
+    def _add(self, summaries: list[Summary], step: int) -> None:
         if not self.writes:
             return
         with self._warn_on_os_error(self.run / EVENTS):
@@ -154,7 +153,7 @@ class RunLog(Logger):
             self._warned = True
 
 
-def table(header: list[str], rows: Iterable[Iterable[Any]]) -> str:
+def table(header: list[str], rows: Iterable[Iterable[object]]) -> str:
     """Return a Markdown table."""
     lines = [" | ".join(header), " | ".join("---" for _ in header)]
     lines += [" | ".join(escape_cell(str(value)) for value in row) for row in rows]
@@ -167,7 +166,7 @@ def escape_cell(text: str) -> str:
     return _MARKUP.sub(lambda mark: f"&#{ord(mark[0])};", shortened)
 
 
-def key_value_table(values: Mapping[str, Any]) -> str:
+def key_value_table(values: Mapping[str, object]) -> str:
     """Return a table with a row per key."""
     return table(["name", "value"], values.items())
 
@@ -307,7 +306,7 @@ def _read_records(data: bytes) -> Iterator[tuple[int, int | None, list[str]]]:
         start = end
 
 
-def _record(event: Any) -> bytes:
+def _record(event: Event) -> bytes:
     file = BytesIO()
     RecordWriter(file).write(event.SerializeToString())
     return file.getvalue()

@@ -5,14 +5,14 @@ import statistics
 import subprocess
 import time
 from datetime import datetime
-from typing import Any
 
 import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from data_module.corpus.manifest import split_sources
+from data_module.corpus.manifest import Manifest, split_sources
+from data_module.files import PlainValues
 from pipeline.checkpointing.run_folder import STARTS, SUMMARY, read_metrics
 from pipeline.config.recipe import Recipe
 from pipeline.config.settings import validation_tag
@@ -60,10 +60,10 @@ _BY_SOURCE = {
 class RunMetadata(Callback):
     """Writes the metadata of a run to TensorBoard when training starts, and summary.json when it ends."""
 
-    def __init__(self, recipe: Recipe, manifest: dict[str, Any], monitor: TrainingMonitor) -> None:
+    def __init__(self, recipe: Recipe, manifest: Manifest, monitor: TrainingMonitor) -> None:
         self._recipe, self._manifest, self._monitor = recipe, manifest, monitor
         self._parameters: dict[str, int] = {}
-        self.starts: list[dict[str, Any]] = []
+        self.starts: list[PlainValues] = []
         """Start records of the run, from `record_start`; the last one is this process."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -97,7 +97,7 @@ class RunMetadata(Callback):
         log.add_hyperparameters(self._hyperparameters(), compared_metrics(self._recipe.run.best_by), 0)
         log.add_layout(_layout(self._manifest), 0)
 
-    def _hyperparameters(self) -> dict[str, Any]:
+    def _hyperparameters(self) -> dict[str, object]:
         sections = self._recipe.as_dict()
         values = {
             f"{section}.{key}": value
@@ -132,10 +132,10 @@ def compared_metrics(best_by: str) -> list[str]:
     return list(dict.fromkeys([best_tag(best_by), validation_tag(best_by), *COMPARED_METRICS]))
 
 
-def final_metrics(log: RunLog, best_by: str) -> dict[str, Any]:
+def final_metrics(log: RunLog, best_by: str) -> dict[str, object]:
     """Return the last value of each metric, the best validation by a metric, and the median throughput."""
     lines = list(read_metrics(log.run))
-    last: dict[str, Any] = {}
+    last: PlainValues = {}
     for line in lines:
         last |= line
     tag, best = validation_tag(best_by), max if mode_of(best_by) == "max" else min
@@ -158,13 +158,13 @@ def count_parameters(network: nn.Module) -> dict[str, int]:
     }
 
 
-def _layout(manifest: dict[str, Any]) -> dict[str, dict[str, list[str]]]:
+def _layout(manifest: Manifest) -> dict[str, dict[str, list[str]]]:
     """Return the layout of the Custom Scalars tab, with charts by source if the validation text has several."""
     by_source = _BY_SOURCE if split_sources(manifest["validation"]) else {}
     return {**LAYOUT, "Learning": {**LAYOUT["Learning"], **by_source}}
 
 
-def _starts_table(starts: list[dict[str, Any]]) -> str:
+def _starts_table(starts: list[PlainValues]) -> str:
     rows = (
         (
             number + 1,
@@ -184,7 +184,7 @@ def _local_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
 
 
-def record_start(log: RunLog, job: JobStep | None, backend: dict[str, str]) -> list[dict[str, Any]]:
+def record_start(log: RunLog, job: JobStep | None, backend: dict[str, str]) -> list[PlainValues]:
     """Add the record of this start, and return all records of the run, the oldest first.
 
     `submitted` and `began` are seconds since the epoch; `submitted` is when the job was put into the queue.
@@ -205,7 +205,7 @@ def record_start(log: RunLog, job: JobStep | None, backend: dict[str, str]) -> l
     return starts
 
 
-def first_submission(starts: list[dict[str, Any]]) -> float:
+def first_submission(starts: list[PlainValues]) -> float:
     """Return when the run was first submitted, in seconds since the epoch, by clocks not behind the first start's."""
     return min(start["submitted"] for start in starts if start["began"] >= starts[0]["began"])
 

@@ -7,7 +7,7 @@ import sys
 import time
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -17,8 +17,9 @@ from tqdm import tqdm
 
 from data_module.batching.batch import RankBatch
 from data_module.errors import InputError
+from data_module.files import PlainValues
 from model.backend import Backend
-from model.training_module import TranslationModule
+from model.training_module import StepOutputs, TranslationModule
 from pipeline.compat.pytorch import call_after_backward
 from pipeline.config.settings import LIKELIHOOD, validation_tag
 from pipeline.inference.metrics import title_and_score
@@ -57,7 +58,7 @@ class Progress:
         """Seconds of the last validation; None before the first one of a run."""
         self._next_line = 0.0
         self._metrics: dict[str, str] = {}
-        self._bar: tqdm[Any] | None = None
+        self._bar: tqdm[NoReturn] | None = None
         if sys.stderr.isatty():
             self._bar = tqdm(
                 total=last_step,
@@ -238,7 +239,7 @@ class TrainingMonitor(Callback):
             progress.announce(seconds_per_step)
             self._announce_at = math.inf
 
-    def _log(self, trainer: Trainer, outputs: dict[str, Any], batch: RankBatch) -> None:
+    def _log(self, trainer: Trainer, outputs: StepOutputs, batch: RankBatch) -> None:
         assert self._sums is not None
         # Each rank sets its own element. The time is that of the interval before: reading this one's would be a wait.
         own = [0.0] * len(self.nodes)
@@ -375,12 +376,12 @@ class TrainingMonitor(Callback):
         seconds = time.time() - self.submitted
         return seconds if seconds > self.clock.counted_seconds else None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> PlainValues:
         """Return the state to save: the seconds of the steps up to this checkpoint and of the last validation."""
         self.clock.read()
         return {"counted_seconds": self.clock.counted_seconds, "validation_seconds": self._validation_seconds}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: PlainValues) -> None:
         """Restore the callback's state."""
         self.clock.counted_seconds = state_dict["counted_seconds"]
         self._validation_seconds = state_dict["validation_seconds"]

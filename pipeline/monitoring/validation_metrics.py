@@ -115,7 +115,7 @@ class ValidationMetrics(torchmetrics.Metric):
         return getattr(self, _state(name))
 
 
-def quality(scores: Mapping[str, Any]) -> str:
+def quality(scores: Mapping[str, float] | Mapping[str, Tensor]) -> str:
     """Return the scores of a validation as text; empty if nothing was translated."""
     of_some = f" of {float(scores[NUM_TRANSLATED]):,.0f} sentences" if NUM_TRANSLATED in scores else ""
     names = (*metrics.METRICS, *metrics.ON_REQUEST)

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from data_module.batching.batch import PaddedBatch
 from data_module.corpus.manifest import SplitSources
 from data_module.errors import InputError
+from data_module.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
 from model.training_module import TranslationModule
 from pipeline.config.settings import LIKELIHOOD, validation_tag
@@ -161,11 +162,11 @@ class ValidationSamples(Callback):
         """Return the last validation's translation of a pair that is kept."""
         return self._kept[pair]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> PlainValues:
         """Return the state to save: the best score so far, and BLEU's tokenizer."""
         return {"best_score": self.best_score, "bleu_tokenizer": self._bleu_tokenizer}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: PlainValues) -> None:
         """Restore the best score; `read_resume_point` reads the tokenizer before the callback is made."""
         # The first runs of format 2, as the one that tests keep, knew BLEU only, and called it so.
         self.best_score = state_dict.get("best_score", state_dict.get("best_bleu"))

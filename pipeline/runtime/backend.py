@@ -21,7 +21,7 @@ from model.packed_attention import FLASH_ATTENTION, PLAIN_ATTENTION
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 from pipeline.runtime.compiled_code import Program, load_program, missing_compiler
-from pipeline.runtime.devices import device_indices
+from pipeline.runtime.devices import TrainerOptions, device_indices
 from pipeline.runtime.launch import local_rank
 from pipeline.runtime.memory import limit_onednn_cache
 
@@ -31,7 +31,7 @@ _SEARCHES_IN_FLOAT32 = 256
 
 
 def choose_backend(
-    kernels: str | None, compiles: bool | None, options: dict[str, Any], network: NetworkSettings
+    kernels: str | None, compiles: bool | None, options: TrainerOptions, network: NetworkSettings
 ) -> Backend:
     """Return how training steps are computed: as the recipe says, or else by PyTorch and, on a CPU, compiled programs.
 
@@ -89,7 +89,7 @@ def _compiled_attention_takes(network: NetworkSettings) -> bool:
     return takes_heads and not network.attention_dropout and network.self_attention == NetworkSettings.self_attention
 
 
-def _triton_parts(options: dict[str, Any], network: NetworkSettings) -> dict[str, Any]:
+def _triton_parts(options: TrainerOptions, network: NetworkSettings) -> dict[str, Any]:
     """Return Triton's attention and loss; raise InputError if they cannot run on this process's device."""
     on_gpu = _on_gpu(options)
     obstacle = _obstacle_to_triton(_own_device(options), network) if on_gpu else "they need a GPU"
@@ -129,18 +129,18 @@ def _obstacle_to_triton(device: int, network: NetworkSettings) -> str | None:
     return f"Triton {missing}" if missing else None
 
 
-def _own_device(options: dict[str, Any]) -> int:
+def _own_device(options: TrainerOptions) -> int:
     """Return the index of the GPU that Lightning will give to this process."""
     indices, rank = device_indices(options), local_rank()
     index = indices[rank] if rank < len(indices) else 0
     return index if index < torch.cuda.device_count() else 0  # Lightning reports the mistake.
 
 
-def _on_gpu(options: dict[str, Any]) -> bool:
+def _on_gpu(options: TrainerOptions) -> bool:
     return options["accelerator"] in ("auto", "gpu", "cuda") and torch.cuda.is_available()
 
 
-def should_compile(requested: bool | None, options: dict[str, Any], is_plain: bool, notes: list[str]) -> bool:
+def should_compile(requested: bool | None, options: TrainerOptions, is_plain: bool, notes: list[str]) -> bool:
     """Return whether to train with torch.compile: by default on a GPU, where there is a compiler.
 
     Args:
@@ -168,7 +168,7 @@ def should_compile(requested: bool | None, options: dict[str, Any], is_plain: bo
     return False
 
 
-def flash_takes(options: dict[str, Any], network: NetworkSettings) -> bool:
+def flash_takes(options: TrainerOptions, network: NetworkSettings) -> bool:
     """Return whether this is a GPU on which PyTorch's variable-length flash attention can compute the network's."""
     if not _on_gpu(options):
         return False
@@ -191,7 +191,7 @@ def choose_search(
     lacking = search_program.unsupported(network.settings)
     try:
         if lacking is None:
-            return compiled_search().function(network, bos_id, eos_id, pad_id)
+            return search_program.CompiledSearch(load_compiled_search(), network, bos_id, eos_id, pad_id)
         reason = f"it lacks {lacking}"
     except OSError as error:
         reason = str(error)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -11,13 +11,15 @@ from data_module.worker_processes import num_processors
 from pipeline.runtime.console import say
 from pipeline.runtime.launch import JobStep
 
+TrainerOptions: TypeAlias = dict[str, Any]
+"""Arguments of Lightning's Trainer by name: a recipe's section `trainer:`, which the program completes."""
 ONE_GPU_NOTE = (
     "each task sees one GPU of its node: NCCL may find no NVLink to GPUs that it does not see; compare the speed of its"
     " all-reduce below with --gpus-per-node, without --gpus-per-task and --gpu-bind"
 )
 
 
-def missing_gpu(accelerator: Any) -> str | None:
+def missing_gpu(accelerator: object) -> str | None:
     """Return the mistake if a GPU is requested but missing, or present but unusable; None if there is none."""
     if accelerator not in ("auto", "gpu", "cuda") or torch.cuda.is_available():
         return None
@@ -87,7 +89,7 @@ def _cuda_error() -> str:
     return "torch gives no reason"
 
 
-def allow_tf32(options: dict[str, Any]) -> None:
+def allow_tf32(options: TrainerOptions) -> None:
     """Use TF32 for float32 matrix products on GPUs that support it, several times as fast, and report it."""
     is_float32 = str(options["precision"]) in ("32-true", "32") and options["accelerator"] in ("auto", "gpu", "cuda")
     if is_float32 and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0):
@@ -118,7 +120,7 @@ def mixed_processors_mistake(optimizer: str, processors: Sequence[str]) -> str |
     )
 
 
-def best_precision(accelerator: Any) -> Any:
+def best_precision(accelerator: object) -> str:
     """Return bf16 mixed precision if the hardware has bfloat16 matrix products, else float32."""
     if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
         return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
@@ -126,7 +128,7 @@ def best_precision(accelerator: Any) -> Any:
     return "bf16-mixed" if accelerator in ("auto", "cpu") and has_products else "32-true"
 
 
-def device_indices(options: dict[str, Any]) -> list[int]:
+def device_indices(options: TrainerOptions) -> list[int]:
     """Return the devices of this node that `devices` names; they may be more than the node has.
 
     Raises InputError for what names none. On a CPU, devices are processes, which have a number only.
@@ -149,7 +151,7 @@ def device_indices(options: dict[str, Any]) -> list[int]:
     return indices
 
 
-def num_ranks(options: dict[str, Any]) -> int:
+def num_ranks(options: TrainerOptions) -> int:
     """Return the number of processes that train with these options of Lightning's Trainer."""
     # Tasks that see one GPU each say how many they are on a node by the strategy's devices.
     devices = getattr(options.get("strategy"), "parallel_devices", None) or device_indices(options)

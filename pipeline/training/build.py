@@ -5,7 +5,6 @@ Each `build_*` function can be read alone; `fit.py` calls them.
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -13,7 +12,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping
 
 from data_module.batching.batch import SpecialIds
 from data_module.errors import InputError
-from data_module.files import atomic_file
+from data_module.files import PlainValues, atomic_file
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.backend import Backend
@@ -35,6 +34,7 @@ from pipeline.monitoring.run_metadata import RunMetadata, first_submission, reco
 from pipeline.monitoring.training_monitor import TrainingMonitor
 from pipeline.monitoring.validation_samples import ValidationSamples
 from pipeline.runtime.console import say
+from pipeline.runtime.devices import TrainerOptions
 from pipeline.training.graceful_stop import GracefulStop
 from pipeline.training.memory_probe import MemoryProbe
 from pipeline.training.start import Start, choose_bleu_tokenizer
@@ -78,7 +78,7 @@ class ResumableEarlyStopping(EarlyStopping):
         )
         self._folder = start.folder
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: PlainValues) -> None:
         """Restore the callback's state, except for the patience."""
         super().load_state_dict({**state_dict, "patience": self.patience})
 
@@ -220,7 +220,7 @@ def build_callbacks(start: Start, data: TranslationDataModule, backend: Backend)
     return [*callbacks, checkpoints, GracefulStop(checkpoints, recipe.run.timeout_seconds, limit)]
 
 
-def build_trainer(start: Start, options: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+def build_trainer(start: Start, options: TrainerOptions, callbacks: list[Callback]) -> Trainer:
     """Return Lightning's Trainer; `options` are those of `trainer_options`.
 
     Raises InputError as `make_trainer` does.

@@ -15,12 +15,12 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from data_module.files import PlainValues
 from pipeline.checkpointing.callback import CheckpointCallback, validation_is_due
 from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO, checkpoint_io
 from pipeline.compat.lightning import run_validation
@@ -43,7 +43,7 @@ class StopConsensus:
     """Agreement of all ranks on whether any of them was asked to stop."""
 
     def __init__(self, timeout_seconds: int) -> None:
-        self._group: Any = None
+        self._group: dist.ProcessGroup | None = None
         # Of its own, and on CPUs: a reduction in the gradients' group would wait behind them, and NCCL's would make the
         # host wait for the GPU.
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -75,7 +75,7 @@ class StopConsensus:
         return self.should_stop() or self.should_stop()
 
     def failure(self) -> RuntimeError | None:
-        """Return the error of the pending reduction; None if it has none so far. Any thread may call it."""
+        """Return the error of the pending reduction; None if it has none so far. It may be called from any thread."""
         pending = self._pending
         if pending is None or not pending[1].is_completed():
             return None
@@ -223,13 +223,13 @@ class GracefulStop(Callback):
     def _time_is_up(self) -> bool:
         return self._max_seconds is not None and time.monotonic() - self._started >= self._max_seconds
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         """Stop between two steps."""
         assert self._consensus is not None
         if self._consensus.should_stop(self._time_is_up()):
             self._stop(trainer, validation_pending=validation_is_due(trainer))
 
-    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         """Stop between two validation batches, of which all ranks have equally many."""
         assert self._consensus is not None
         if self._consensus.should_stop():
@@ -288,11 +288,11 @@ class GracefulStop(Callback):
         end.daemon = True
         end.start()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> PlainValues:
         """Return the state that a resumed run continues with."""
         return {"validation_pending": self._validation_pending}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: PlainValues) -> None:
         """Restore the callback's state."""
         self._validation_pending = state_dict["validation_pending"]
 

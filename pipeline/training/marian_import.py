@@ -5,16 +5,15 @@ copy of the padding symbol's, with an output bias that keeps it from being chose
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import sentencepiece
 import torch
 from torch import Tensor
 
 from data_module.errors import InputError, first_of, install
-from data_module.files import json_object
+from data_module.files import PlainValues, json_object
 from data_module.tokenization.pair import join_models
 from data_module.tokenization.tokenizer import NUM_SPECIAL_IDS, Tokenizer
 from model.settings import NetworkSettings
@@ -24,7 +23,7 @@ CONFIG, VOCABULARY = "config.json", "vocab.json"
 _UNKNOWN = "<unk>"
 _ACTIVATIONS = {"relu": "relu", "swish": "swish", "silu": "swish"}
 """Names of activations there and here."""
-_FIXED: dict[str, tuple[Any, Any]] = {
+_FIXED: dict[str, tuple[object, object]] = {
     "model_type": ("marian", None),
     "scale_embedding": (True, False),
     "share_encoder_decoder_embeddings": (True, True),
@@ -44,7 +43,7 @@ _NEVER = -100.0
 class MarianModel(NamedTuple):
     """What a folder holds."""
 
-    network: dict[str, Any]
+    network: PlainValues
     """The settings that differ from one Marian model to another, by their names in `NetworkSettings`."""
     tokenizer: Tokenizer
     weights: dict[str, Tensor]
@@ -95,7 +94,7 @@ def load_marian(folder: Path) -> MarianModel:
     return MarianModel(network, _tokenizer(folder, vocabulary.pieces), weights)
 
 
-def _configuration(folder: Path) -> dict[str, Any]:
+def _configuration(folder: Path) -> PlainValues:
     """Return the configuration, whose values this network can hold."""
     path = folder / CONFIG
     config = _read_json(path)
@@ -123,7 +122,7 @@ def _configuration(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> PlainValues:
     try:
         values = json_object(path.read_bytes())
     except OSError as error:
@@ -133,7 +132,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _vocabulary(folder: Path, config: Mapping[str, Any]) -> _Vocabulary:
+def _vocabulary(folder: Path, config: PlainValues) -> _Vocabulary:
     """Return the vocabulary with this project's special symbols first."""
     path, size = folder / VOCABULARY, config["vocab_size"]
     ids = _read_json(path)
@@ -184,7 +183,7 @@ def _tokenizer(folder: Path, pieces: list[str]) -> Tokenizer:
     return Tokenizer(join_models(source, target, pieces))
 
 
-def _network_weights(folder: Path, config: Mapping[str, Any], vocabulary: _Vocabulary) -> dict[str, Tensor]:
+def _network_weights(folder: Path, config: PlainValues, vocabulary: _Vocabulary) -> dict[str, Tensor]:
     """Return the state dict of a `Transformer` with an output bias."""
     path, weights = _read_weights(folder)
     depths, d_model = (config["encoder_layers"], config["decoder_layers"]), config["d_model"]

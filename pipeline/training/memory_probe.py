@@ -77,7 +77,7 @@ class MemoryProbe(Callback):
             f"{self._tokens:,} tokens a side"
         )
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_: object) -> None:
         """Keep to the reported amount."""
         if self._kept_at_most is None or private_memory() <= self._kept_at_most:
             return
@@ -85,7 +85,7 @@ class MemoryProbe(Callback):
         # What remains is in use; trying again in every step would free nothing.
         self._kept_at_most = max(self._kept_at_most, _SLACK * private_memory())
 
-    def on_validation_batch_end(self, *_: Any) -> None:
+    def on_validation_batch_end(self, *_: object) -> None:
         """Keep to the reported amount."""
         self.on_train_batch_end()
 

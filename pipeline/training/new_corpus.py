@@ -2,9 +2,8 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
-from data_module.corpus.manifest import numbers, summary
+from data_module.corpus.manifest import Manifest, numbers, summary
 from data_module.corpus.preparation import prepare
 from data_module.settings import CorpusSettings
 from data_module.tokenization.tokenizer import Tokenizer
@@ -13,7 +12,7 @@ from pipeline.inference.pieces import corpus_report
 from pipeline.runtime.console import say
 
 
-def prepare_and_report(settings: CorpusSettings, tokenizer: Tokenizer | None, force: bool = False) -> dict[str, Any]:
+def prepare_and_report(settings: CorpusSettings, tokenizer: Tokenizer | None, force: bool = False) -> Manifest:
     """Do what `data_module`'s `prepare` does, and report on pieces and pairs; return the manifest."""
     manifest = prepare(settings, tokenizer, force=force)
     for line in (*(line for line, _ in corpus_report(settings, tokenizer)), *summary(manifest).splitlines()):

@@ -2,14 +2,13 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from data_module.corpus.checks import given_tokenizer
-from data_module.corpus.manifest import is_corpus, read_manifest
+from data_module.corpus.manifest import Manifest, is_corpus, read_manifest
 from data_module.errors import InputError
-from data_module.files import json_object
+from data_module.files import PlainValues, json_object
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DECAY_TO_LAST_STEP, NetworkSettings, changed_keys, with_defaults
 from pipeline.checkpointing.checkpoint import read_checkpoint, resolve_checkpoint
@@ -40,7 +39,7 @@ class InitialWeights:
     tokenizer: Tokenizer
     weights: dict[str, Tensor]
     """The state dict of `Transformer`; that of a checkpoint is memory-mapped."""
-    network: dict[str, Any]
+    network: PlainValues
     """The network's settings."""
 
 
@@ -75,7 +74,7 @@ class Start:
     folder: RunFolder | None
     """The locked run folder on rank 0, None on other ranks."""
     tokenizer: Tokenizer
-    manifest: dict[str, Any]
+    manifest: Manifest
     """The corpus's manifest."""
 
 
@@ -173,7 +172,7 @@ def load_initial_weights(path: Path, recipe: Recipe) -> InitialWeights:
     return initial
 
 
-def _effective(network: dict[str, Any]) -> dict[str, Any]:
+def _effective(network: PlainValues) -> PlainValues:
     """Return network settings with the sizes that follow from others, and without those that shape no weights."""
     network = with_defaults(network)
     size = network["d_model"] // network["num_heads"]

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 from lightning.pytorch import Callback
 
-from data_module.corpus.manifest import TOKENIZER_NAME
+from data_module.corpus.manifest import TOKENIZER_NAME, Manifest
 from data_module.corpus.preparation import existing_corpus, in_use
 from data_module.errors import SCRIPTS
 from data_module.settings import CorpusSettings
@@ -62,7 +61,7 @@ def open_corpus(plan: Plan, folder: RunFolder | None) -> Start:
     return Start(plan, folder, tokenizer, manifest)
 
 
-def ensure_corpus(settings: CorpusSettings, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
+def ensure_corpus(settings: CorpusSettings, tokenizer: Tokenizer | None = None) -> Manifest:
     """Prepare the corpus unless it is there, check it against the settings, and return its manifest.
 
     Of several ranks one prepares the corpus and the others wait. Only rank 0 reads the texts again to see that they are

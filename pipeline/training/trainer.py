@@ -5,14 +5,16 @@ import os
 import secrets
 import socket
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -20,17 +22,20 @@ from data_module.errors import InputError
 from pipeline.compat.lightning import SingleStreamDDP, precision_plugin
 from pipeline.runtime import signals
 from pipeline.runtime.console import RendezvousError
-from pipeline.runtime.devices import best_precision, device_indices, missing_gpu, sees_own_gpu_only
+from pipeline.runtime.devices import TrainerOptions, best_precision, device_indices, missing_gpu, sees_own_gpu_only
 from pipeline.runtime.launch import JobStep, main_address, main_ports, node_name, step_nodes
 from pipeline.runtime.rank_messages import value_of_each_rank
 from pipeline.runtime.ranks_token import RANKS_TOKEN
 from pipeline.runtime.rendezvous import Rendezvous, listen, reason_of, use_loopback
 from pipeline.training.graceful_stop import MARGIN_SECONDS
 
+Plugin: TypeAlias = ClusterEnvironment | CheckpointIO | Precision
+Value = TypeVar("Value")
+
 
 def trainer_options(
-    recipe_options: dict[str, Any], job: JobStep | None = None, timeout_seconds: int = 600
-) -> dict[str, Any]:
+    recipe_options: TrainerOptions, job: JobStep | None = None, timeout_seconds: int = 600
+) -> TrainerOptions:
     """Return a recipe's `trainer:` completed by accelerator, precision, devices and strategy.
 
     Args:
@@ -57,7 +62,7 @@ def trainer_options(
     return options
 
 
-def make_trainer(options: dict[str, Any], job: JobStep | None, plugins: tuple[Any, ...] = (), **own: Any) -> Trainer:
+def make_trainer(options: TrainerOptions, job: JobStep | None, plugins: tuple[Plugin, ...] = (), **own: Any) -> Trainer:
     """Return Lightning's Trainer.
 
     Args:
@@ -85,7 +90,7 @@ def make_trainer(options: dict[str, Any], job: JobStep | None, plugins: tuple[An
 
 
 def _make_trainer(
-    options: dict[str, Any], job: JobStep | None, plugins: tuple[Any, ...], own: dict[str, Any]
+    options: TrainerOptions, job: JobStep | None, plugins: tuple[Plugin, ...], own: TrainerOptions
 ) -> Trainer:
     float16 = precision_plugin(options)
     given = [*plugins, cluster_environment(job), float16]
@@ -116,7 +121,7 @@ def _make_trainer(
     return trainer
 
 
-def cluster_environment(job: JobStep | None) -> Any:
+def cluster_environment(job: JobStep | None) -> ClusterEnvironment | None:
     """Return the plugin from which Lightning takes ranks and address; None leaves the choice to Lightning."""
     if job is None:
         # Lightning would take any process inside a job for one of its tasks.
@@ -124,7 +129,7 @@ def cluster_environment(job: JobStep | None) -> Any:
     return StepEnvironment(job)
 
 
-def strategy(options: dict[str, Any], timeout_seconds: int = 600) -> Any:
+def strategy(options: TrainerOptions, timeout_seconds: int = 600) -> "ConnectedDDP | str":
     """Return DDP, with gradients as views of its buckets, for more than one device; else Lightning's choice.
 
     Raises InputError for more than one device in an interactive session: other ranks could not be started there.
@@ -149,7 +154,7 @@ class ConnectedDDP(SingleStreamDDP):
         super().__init__(gradient_as_bucket_view=True, timeout=timeout, **options)
         self._patience = timeout_seconds
         self._group_timeout = timeout
-        self.settings: dict[str, Any] = {}
+        self.settings: Mapping[str, object] = {}
         """What has to be the same on all ranks."""
         self.folder: Path | None = None
         """The run folder."""
@@ -193,13 +198,14 @@ class ConnectedDDP(SingleStreamDDP):
         store.set_timeout(timedelta(seconds=self._patience))
         on_gpu = self.root_device.type == "cuda"
         backend, device = ("nccl", self.root_device) if on_gpu else ("gloo", None)
-        options: dict[str, Any] = {"rank": rank, "world_size": size, "timeout": self._group_timeout}
         try:
             # Where a connection does not come about, gloo tries again and again for many times its timeout, and no
             # handler of Python's runs meanwhile: a signal has to end the process.
             with signals.not_recorded():
                 prefixed = dist.PrefixStore("default_pg", store)
-                dist.init_process_group(backend, store=prefixed, device_id=device, **options)
+                dist.init_process_group(
+                    *(backend, None, self._group_timeout, size, rank), store=prefixed, device_id=device
+                )
         except (RuntimeError, dist.DistError) as error:
             raise RendezvousError(
                 f"all {size} ranks have met at {host}, but {backend} does not connect them"
@@ -210,7 +216,7 @@ class ConnectedDDP(SingleStreamDDP):
         if on_gpu:
             atexit.register(_destroy_group)  # NCCL warns about a group that is left
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
+    def broadcast(self, obj: Value, src: int = 0) -> Value:
         """Return one rank's value, which JSON can hold; Lightning's own method would unpickle it."""
         return value_of_each_rank(obj)[src]
 
