@@ -47,6 +47,7 @@ COMMANDS = {
     "translate": Command("sentences -> translations", "pipeline.commands.translate"),
     "score": Command("source text and translations -> log-probabilities", "pipeline.commands.score"),
     "evaluate": Command("source and reference text -> BLEU and chrF with signatures", "pipeline.commands.evaluate"),
+    "synthesize": Command("text of one language -> a better model, in stages", "pipeline.commands.synthesize"),
     "export": Command("checkpoint -> bundle that runs without this program", "pipeline.commands.export"),
     "benchmark": Command("speed and memory of training and of translating", "pipeline.commands.benchmark"),
     "recipe": Command("list the recipes that come with the program, copy one, print paths", "pipeline.commands.recipe"),

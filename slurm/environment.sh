@@ -178,16 +178,16 @@ exit_after_mistake() {
     exit 2
 }
 
-# Translate a text together with the other tasks of an array, then exit: translate CHECKPOINT [ARGUMENT ...]
-translate() {
+# Run a command that goes on with what it has written, also beside the other tasks of an array, then exit:
+# go_on COMMAND [ARGUMENT ...]
+go_on() {
     count_from_here
     # `translate` removes the first file when it has written a shard.
     export FAILURES_FILE MISTAKE_FILE
-    GOAL="the first shard was written"
-    step translate "$@"
+    step "$@"
     local code=$?
     [[ $code -ne 0 ]] || { rm -f "$FAILURES_FILE" && exit 0; }
-    exit_after_mistake translate "$code"
+    exit_after_mistake "$1" "$code"
     # A preempted task ends by SIGTERM, and it is alone in its step.
     [[ $code -ne 143 ]] || code=75
     hand_back "$code"

@@ -6,6 +6,10 @@ divided by the number of tokens. The higher it is, the worse is the pair.
 
 With --n-best, the target is a list that `translate --n-best` has written. Its N best translations of each source line
 are printed in the same format, best first by the model's score, or with --reverse by the sum of both models' scores.
+
+With --keep, the best share of the pairs is written to two files, in order: the pairs of the highest log-probability for
+each token, or with --reverse of the lowest dual cross-entropy. Never among them is a pair of which a side is empty or
+has one of `corpus.user_symbols` that a model has never seen on that side.
 """
 
 import argparse
@@ -35,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--alignments", type=user_path, metavar="FILE", help="write the pairs of aligned words, as in 0-0 1-2, to FILE"
     )
+    parser.add_argument("--keep", type=float, metavar="SHARE", help="also write the best pairs, 0.9 for nine in ten")
+    for side in ("source", "target"):
+        parser.add_argument(f"--kept-{side}", type=user_path, metavar="FILE", help=f"with --keep, their {side} side")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,6 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def require_share(keep: float) -> None:
+    """Raise InputError for a share of pairs that is none."""
+    if not 0 < keep <= 1:
+        raise InputError(f"--keep {keep:g}: must be above 0 and at most 1, as 0.9 for nine pairs in ten")
+
+
 def _check_options(arguments: argparse.Namespace) -> None:
     require_writable(arguments.alignments, arguments.source, arguments.target, option="--alignments")
     if arguments.n_best is not None and arguments.n_best < 1:
@@ -61,3 +74,12 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise InputError("--alignments: cannot be given with --n-best, which changes the order of the translations")
     if arguments.alignments and bundle_of(arguments.checkpoint) is not None:
         raise InputError("--alignments: a bundle does not give its attention weights; give the checkpoint")
+    kept = arguments.kept_source, arguments.kept_target
+    if 0 < [arguments.keep, *kept].count(None) < 3:
+        raise InputError("--keep: goes with --kept-source and --kept-target; give all three")
+    if arguments.keep is not None:
+        require_share(arguments.keep)
+        if arguments.n_best is not None or not (arguments.source.is_file() and arguments.target.is_file()):
+            raise InputError("--keep: needs two texts that can be read again, no pipe and no --n-best")
+        for option, path in zip(("--kept-source", "--kept-target"), kept, strict=True):
+            require_writable(path, arguments.source, arguments.target, option=option)

@@ -1,17 +1,22 @@
 """What `score` does: it scores pairs with one model or two, and prints numbers, sorted lists or alignments."""
 
 import argparse
+import math
+from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from itertools import groupby, islice
 from typing import NamedTuple
 
+import numpy as np
+
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings
+from data_module.tokenization.tokenizer import is_blank
 from pipeline.inference.loading import load_translator
 from pipeline.inference.options import with_prefix
 from pipeline.inference.scoring import Alignment, Pieces, Scorer, dual_cross_entropy
-from pipeline.inference.text_io import CHUNK, Pair, output_file, progress_bar
+from pipeline.inference.text_io import CHUNK, Pair, output_file, progress_bar, read_pairs
 from pipeline.inference.translator import Hypothesis, Translator
 from pipeline.runtime.console import discard_output
 
@@ -47,15 +52,19 @@ def score_text(arguments: argparse.Namespace, pairs: Iterator[Pair], total: int 
         if is_list:
             _print_best(scored, arguments.n_best)
             return
+        costs, strange = array("d"), unknown_symbols(models)
         for one in scored:
+            costs.append(_cost(one, strange))
             try:
                 print(*_numbers(one), *(_piece_columns(one.pieces) if arguments.pieces else []), sep="\t")
             except BrokenPipeError:
-                if file is None:
+                if file is None and arguments.keep is None:
                     raise
-                discard_output()  # The alignments are still to be written.
+                discard_output()  # Files are still to be written.
             if file is not None:
                 file.write((" ".join(f"{i}-{j}" for i, j in one.alignment) + "\n").encode())
+    if arguments.keep is not None:
+        _write_kept(arguments, np.array(costs))
 
 
 def check_reverse(forward: Translator, reverse: Translator, compares_tokens: bool) -> None:
@@ -111,6 +120,52 @@ def _numbers(scored: ScoredPair) -> list[str]:
     directions = [scored.forward, *([scored.reverse] if scored.reverse else [])]
     numbers = [text for one in directions for text in (f"{one.log_probability:.4f}", str(one.num_tokens))]
     return [*numbers, f"{dual_cross_entropy(*directions):.4f}"] if scored.reverse else numbers
+
+
+def unknown_symbols(models: list[Translator]) -> list[set[str]]:
+    """Return the user symbols that a model has never seen: in a source sentence, and in a target sentence.
+
+    A network may write such a symbol by chance when it samples.
+
+    Args:
+        models: the model, and that of the other direction if there is one.
+    """
+    found: list[set[str]] = [set(), set()]
+    for side, symbols in enumerate(found):
+        for is_reverse, model in enumerate(models):
+            pieces = model.tokenizer.pieces()
+            unseen = {pieces[number] for number in model.tokenizer.never_seen(bool(side) != bool(is_reverse))}
+            symbols |= unseen & set(model.tokenizer.user_symbols)
+    return found
+
+
+def _cost(scored: ScoredPair, strange: list[set[str]]) -> float:
+    """Return what makes a pair bad: the dual cross-entropy, or that of one direction; infinity if it is unusable."""
+    for text, symbols in zip((scored.pair.source, scored.pair.target), strange, strict=True):
+        if is_blank(text) or any(symbol in text for symbol in symbols):
+            return math.inf
+    if scored.reverse:
+        return dual_cross_entropy(scored.forward, scored.reverse)
+    return -scored.forward.log_probability / scored.forward.num_tokens
+
+
+def _write_kept(arguments: argparse.Namespace, costs: np.ndarray) -> None:
+    """Write the pairs of the least costs, float64 [pairs], to the files of `--kept-source` and `--kept-target`.
+
+    Raises:
+        InputError: no pair can be kept.
+    """
+    count = math.floor(arguments.keep * np.count_nonzero(np.isfinite(costs)) + 0.5)
+    if not count:
+        raise InputError(f"--keep {arguments.keep:g}: no pair is left; give a larger share, or texts with more pairs")
+    kept = np.zeros(len(costs), dtype=bool)
+    kept[np.argsort(costs, kind="stable")[:count]] = True
+    pairs = read_pairs(arguments.source, arguments.target, False, warn=False)
+    with output_file(arguments.kept_source) as source, output_file(arguments.kept_target) as target:
+        for pair, is_kept in zip(pairs, kept.tolist(), strict=True):
+            if is_kept:
+                source.write(f"{pair.source}\n".encode())
+                target.write(f"{pair.target}\n".encode())
 
 
 def _piece_columns(pieces: Pieces) -> list[str]:

@@ -141,7 +141,7 @@ def _sbatch(words: list[str]) -> str | None:
         if more and not more[0].startswith("-"):
             more = ["--source", more[0], "--reference", *more[1:]]
         return _verb(["evaluate", run, *more])
-    if name in ("export", "translate"):
+    if name in ("export", "translate", "synthesize"):
         return _verb([name, *rest])
     return None if name == "tensorboard" and rest[1:] in ([], ["--bind_all"]) else f"{script} takes other arguments"
 
@@ -189,6 +189,7 @@ _CHECKS: dict[str, Callable[[list[str]], str | None]] = {
     "torchrun": lambda words: mistake(["python", *words[words.index("-m") :]]),
     "srun": lambda words: mistake(list(_slurm(words))),
     "slurm/submit.sh": lambda words: _verb(["fit", "--config", *words]),
+    "slurm/synthesize.sh": lambda words: _verb(["synthesize", words[0], "--config", words[1], "--text", *words[2:]]),
     "pip": _pip,
     "make": _make,
     "pytest": _pytest,

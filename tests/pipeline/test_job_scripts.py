@@ -330,6 +330,9 @@ RAN = "$(touch ran)"
         ("translate", "runs/a --source x --output y", {}, 0, "translate runs/a --source x --output y\n"),
         ("translate", "runs/a --output=y --source x", {}, 0, "translate runs/a --output=y --source x\n"),
         ("translate", "runs/a --source x --outputs y", {}, 2, "--output is required"),
+        # Without a stage, the job would run all of them.
+        ("synthesize", "distillation --stage x", {}, 0, "synthesize distillation --stage x\n"),
+        ("synthesize", "distillation", {}, 2, "--stage is required"),
         # A sweep needs a recipe for each task.
         ("sweep", "a.yaml b.yaml", {"SLURM_ARRAY_TASK_ID": "1"}, 0, "doctor --config b.yaml\nfit --config b.yaml\n"),
         *(

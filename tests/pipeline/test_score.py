@@ -4,12 +4,14 @@ import os
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from data_module.errors import InputError
+from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
 from pipeline.__main__ import main
@@ -26,7 +28,7 @@ from pipeline.inference.scoring import Scorer, align_words
 from pipeline.inference.text_io import Pair
 from pipeline.inference.translator import EMPTY, Translator
 from pipeline.training.marian_import import load_marian
-from tests.conftest import pipeline, refusal, sentences
+from tests.conftest import pipeline, refusal, sentences, train_tokenizer
 from tests.model.search_truth import forced_log_probability, make_network, tolerance
 
 SOURCES = [*sentences(12, seed=5), "", "the dog", "\xa0 \u200b", "a ☃"]
@@ -359,6 +361,7 @@ def test_mistakes(
     same = with_languages(trained, tmp_path / "same.ckpt", "en", "de")
     monkeypatch.setattr(text_scoring, "CHUNK", 2)  # something would have been printed before the texts' ends
     given = [trained_run, "--source", source, "--target"]
+    both = ["--kept-source", words, "--kept-target", words]
     for changed, expected in (
         ([*given, short], f"{short} ends after {len(SOURCES) - 1} lines and the other goes on"),
         ([trained_run, "--source", short, "--target", target], f"{short} ends after {len(SOURCES) - 1} lines"),
@@ -372,12 +375,52 @@ def test_mistakes(
         ([*given, target, "--n-best", 1, "--alignments", words], "--alignments: cannot be given with --n-best"),
         ([*given, target, "--n-best", 1, "--pieces"], "--pieces: cannot be given with --n-best"),
         ([*given, target, "--alignments", target], f"{target}: is the text to score"),
+        ([*given, target, "--keep", 0.5], "--keep: goes with --kept-source and --kept-target; give all three"),
+        ([*given, target, "--kept-source", words, "--kept-target", words], "--keep: goes with"),
+        ([*given, target, "--keep", 2, *both], "--keep 2: must be above 0 and at most 1"),
+        ([*given, target, "--keep", 0.5, *both, "--n-best", 1], "--keep: needs two texts that can be read again"),
+        ([*given, target, "--keep", 0.5, *both[:3], source], f"{source}: is the text to score"),
         ([bundle, *given[1:], target, "--alignments", words], "--alignments: a bundle does not give"),
         ([*given, target, "--prefix", "<x>"], "--prefix <x>: is no prefix of this model"),
         ([same, *given[1:], target, "--reverse", same], "translates from en to de, as"),
     ):
         assert expected in refusal("score", *changed), changed
     assert not words.exists()
+
+
+@pytest.mark.parametrize("column", [0, 4])
+def test_the_best_pairs_are_kept(
+    column: int, trained_run: Path, reverse: Path, texts: tuple[Path, Path], tmp_path: Path, capsys: Any
+) -> None:
+    """In order, and as they are written; of one direction by log-probability for each token, of two by both."""
+    words = [trained_run, "--source", texts[0], "--target", texts[1], *(["--reverse", reverse] if column else [])]
+    kept = [tmp_path / side for side in ("source.kept", "target.kept")]
+    rows = run(capsys, *words, "--keep", 0.5, "--kept-source", kept[0], "--kept-target", kept[1])
+    assert rows == run(capsys, *words)
+    full = [i for i in range(len(SOURCES)) if i not in (12, 13, 14)]  # those have an empty side
+    cost = {i: float(rows[i][4]) if column else -float(rows[i][0]) / int(rows[i][1]) for i in full}
+    best = sorted(sorted(full, key=cost.__getitem__)[: (len(full) + 1) // 2])
+    assert 0 < len(best) < len(full)
+    for path, lines in zip(kept, (SOURCES, TARGETS), strict=True):
+        assert path.read_text(encoding="utf-8").split("\n") == [*(lines[i] for i in best), ""]
+
+
+def test_a_symbol_that_training_never_had_spoils_a_pair() -> None:
+    """On the side where neither model could learn it: a source of the one is a target of the other."""
+    learned = train_tokenizer(["ab ba"], 16, user_symbols=["<x>", "<y>"])
+
+    def model(source_lacks: str, target_lacks: str) -> Any:
+        seen = [(piece != source_lacks) + 2 * (piece != target_lacks) for piece in learned.pieces()]
+        return SimpleNamespace(tokenizer=Tokenizer(learned.model, seen=bytes(seen)))
+
+    forward = model(source_lacks="<x>", target_lacks="")
+    assert text_scoring.unknown_symbols([forward]) == [{"<x>"}, set()]
+    assert text_scoring.unknown_symbols([forward, model(source_lacks="<x>", target_lacks="<y>")]) == [
+        {"<x>", "<y>"},
+        {"<x>"},
+    ]
+    unknown = SimpleNamespace(tokenizer=learned)  # one of 1.0.0
+    assert text_scoring.unknown_symbols([unknown, unknown]) == [set(), set()]  # type: ignore[list-item]
 
 
 def test_another_vocabulary_matters_only_where_tokens_are_compared(trained: TrainedModel, tokenizer: Any) -> None:

@@ -17,6 +17,7 @@ from pipeline.inference.shards import MANIFEST
 from pipeline.inference.text_io import CHUNK
 from tests.conftest import ROOT, pipeline, sentences, tiny_recipe, write_text
 from tests.integration.runs import checkpoints, step_of
+from tests.integration.test_synthesize_kills import results
 from tests.slurm.cluster import Cluster, Job
 from tests.slurm.jobs import NO_GPUS, SLOWLY, saved_after
 
@@ -159,3 +160,42 @@ def test_tensorboard_says_where_it_is(cluster: Cluster, trained_run: Path) -> No
 
     cluster.wait_until(answered, 200)
     assert answers[-1] == ["tensorboard"]
+
+
+@pytest.mark.slow
+def test_the_stages_of_synthesize(cluster: Cluster, trained_run: Path, tmp_path: Path) -> None:
+    """Jobs that are killed and requeued write what one machine writes without."""
+    write_text(tmp_path)
+    recipe = tmp_path / "tiny.yaml"
+    values = tiny_recipe(tmp_path)
+    values["trainer"]["max_steps"] = 200
+    recipe.write_text(yaml.safe_dump(values))
+    (tmp_path / "mono").write_text("".join(f"{line}\n" for line in sentences(1000, seed=9)))
+    work, options = tmp_path / "work", ["--reverse-model", trained_run, "--folder", tmp_path / "work"]
+    asked = {
+        "JOB_OPTIONS": f"--output={cluster.folder}/logs/job-%j.log {ANY_NODE}",
+        "TRAIN_OPTIONS": f"--nodes=1 {' '.join(NO_GPUS)}",
+        "TRANSLATE_OPTIONS": "--array=0-1",
+    }
+    command = ["back-translation", recipe, tmp_path / "mono", *options]
+    done = cluster.run("slurm/synthesize.sh", *command, check=False, **asked)
+    assert done.returncode == 0, done.stderr
+    jobs = {name: Job(cluster, number) for name, number in map(str.split, done.stdout.splitlines())}
+    assert list(jobs)[3:5] == ["translate-round1.source", "score-round1"]
+    jobs["fit-forward"].wait_for("training:")
+    cluster.run("scontrol", "requeue", jobs["fit-forward"].number)
+    array = jobs["translate-round1.source"]
+    cluster.wait_until(lambda: len(numbers(cluster, array)) == 2 and cluster.tasks(array.number), 300)
+    with suppress(ProcessLookupError):  # A stage ends with the process that has started it.
+        for task in cluster.tasks(array.number):
+            os.kill(task, signal.SIGKILL)
+    cluster.wait_until(lambda: cluster.tasks(jobs["score-round1"].number), 300)
+    jobs["score-round1"].signal("USR1")
+    for name, job in jobs.items():
+        assert job.wait() == "COMPLETED", f"{name}: {job.log}"
+    assert [jobs[name].restarts for name in ("fit-forward", "translate-round1.source", "score-round1")] == [1, 1, 1]
+    written = results(work)
+    work.rename(tmp_path / "by_jobs")
+    alone = pipeline("synthesize", command[0], "--config", recipe, "--text", *command[2:])
+    assert alone.returncode == 0, alone.stderr.decode()
+    assert results(work) == written

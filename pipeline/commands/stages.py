@@ -1,0 +1,201 @@
+"""Commands of this program as stages that run one after another, each once, however often the whole is stopped.
+
+A stage is a process of its own. When it has ended well, a mark keeps the hashes of the files that it has read and
+written, so that a file that has changed since is noticed. A stage without a mark is run: each command goes on with what
+it has written, or writes its files as a whole.
+"""
+
+import ctypes
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from data_module.corpus.pairs import fingerprint
+from data_module.errors import PROGRAM, SCRIPTS, InputError
+from data_module.files import FileLock, atomic_file, json_object
+from pipeline.runtime.console import report
+from pipeline.runtime.signals import INTERRUPTED, STOPPED
+
+_END_WITH_PARENT = 1
+"""PR_SET_PDEATHSIG of Linux: the signal that a process gets when its parent has ended."""
+_STANDARD_ERROR = 2
+_C_LIBRARY = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A command, and the files by which the stages depend on one another."""
+
+    name: str
+    words: tuple[str, ...]
+    """The command and its arguments."""
+    reads: tuple[Path, ...]
+    writes: tuple[Path, ...]
+    printed: Path | None = None
+    """The file that gets the standard output."""
+
+    def line(self) -> str:
+        """Return the command as it is typed."""
+        output = f" > {shlex.quote(str(self.printed))}" if self.printed else ""
+        return f"{SCRIPTS}{PROGRAM} {shlex.join(self.words)}{output}"
+
+
+class StageFailed(Exception):
+    """A stage has ended with an exit code other than 0."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        # As a shell has it, if a signal has ended the process.
+        self.code = code if code >= 0 else 128 - code
+
+
+class Signals(AbstractContextManager["Signals"]):
+    """Hands signals to the stage that runs, which may have to save a checkpoint, and remembers them."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "Signals":
+        names = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+        self._before = {one: signal.getsignal(one) for one in names}
+        for signum, handler in self._before.items():
+            if handler is not signal.SIG_IGN:  # as under nohup; the stage inherits that
+                signal.signal(signum, self._hand_on)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def _hand_on(self, signum: int, _frame: FrameType | None) -> None:
+        self.received.append(signum)
+        # A terminal has sent Ctrl-C to both; a second one would end training without saving.
+        if self.process is not None and signum != signal.SIGINT:
+            self.process.send_signal(signum)
+
+    def raise_if_stopped(self) -> None:
+        """Raise StageFailed if there was a signal, between two stages."""
+        if self.received:
+            raise StageFailed(INTERRUPTED if self.received[0] == signal.SIGINT else STOPPED)
+
+
+def run_stages(folder: Path, stages: Sequence[Stage], only: str | None) -> int:
+    """Run the stages that are not done, and return the exit code: 0, or that of a stage that has not ended well.
+
+    Args:
+        folder: keeps the marks.
+        stages: all stages, in order.
+        only: the name of the one to run; None for all.
+
+    Raises:
+        InputError: a file has changed since a stage has read or written it, there is no stage of that name or a file
+            that it reads is not there, or another process is at work in the folder.
+    """
+    if only is not None and only not in [stage.name for stage in stages]:
+        raise InputError(f"--stage {only}: is none of {', '.join(stage.name for stage in stages)}")
+    with FileLock(folder / ".lock") as lock, Signals() as signals:
+        if not lock.take(shared=only is not None):  # Several tasks of a job array run the same stage.
+            raise InputError(
+                f"{folder}: another synthesize is at work in it; wait for its end, or give another --folder"
+            )
+        left = [stage for stage in stages if not _is_done(folder, stage)]
+        for number, stage in enumerate(stages, 1):
+            if stage not in left or only not in (None, stage.name):
+                continue
+            report(f"stage {number} of {len(stages)}, {stage.name} ({len(left)} left): {stage.line()}")
+            try:
+                signals.raise_if_stopped()
+                _run(stage, signals)
+            except StageFailed as failed:
+                report(f"{stage.name} ended with exit code {failed.code}; run the same command again to go on")
+                return failed.code
+            _mark(folder, stage)
+            left.remove(stage)
+    return 0
+
+
+def _run(stage: Stage, signals: Signals) -> None:
+    """Run a stage in a process of its own.
+
+    Raises:
+        InputError: a file that it reads is not there.
+        StageFailed: its exit code is not 0.
+    """
+    if missing := [path for path in stage.reads if not path.exists()]:
+        raise InputError(f"{stage.name}: {missing[0]} is not there; run the stages before it first")
+    output: AbstractContextManager[IO[bytes] | None] = atomic_file(stage.printed) if stage.printed else nullcontext()
+    with output as file:
+        command = [*_program(), *stage.words]
+        to = _STANDARD_ERROR if file is None else file
+        with subprocess.Popen(command, stdout=to, preexec_fn=partial(_end_with, os.getpid())) as process:
+            signals.process = process
+            for signum in signals.received[:1]:
+                process.send_signal(signum)  # It came before the process was there.
+            code = process.wait()
+            signals.process = None
+        if code:
+            raise StageFailed(code)
+
+
+def _program() -> list[str]:
+    """Return what starts this program, which may be one with extensions."""
+    words = sys.orig_argv
+    own = words[1 : words.index("synthesize")] if "synthesize" in words else ["-m", "pipeline"]
+    return [sys.executable, *own]
+
+
+def _end_with(parent: int) -> None:
+    """Let this process be killed if its parent is, so that nothing runs beside what is started again."""
+    if sys.platform == "linux":
+        _C_LIBRARY.prctl(_END_WITH_PARENT, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _mark_file(folder: Path, stage: Stage) -> Path:
+    return folder / "done" / f"{stage.name}.json"
+
+
+def _mark(folder: Path, stage: Stage) -> None:
+    hashes = {str(path): _sha256(path) for path in (*stage.reads, *stage.writes)}
+    with atomic_file(_mark_file(folder, stage)) as file:
+        file.write(json.dumps(hashes, indent=1).encode())
+
+
+def _is_done(folder: Path, stage: Stage) -> bool:
+    """Return whether a stage has its mark and what it has written.
+
+    Raises:
+        InputError: one of its files is another one now.
+    """
+    path = _mark_file(folder, stage)
+    if not path.is_file() or not all(one.exists() for one in stage.writes):
+        return False
+    hashes: dict[str, Any] = json_object(path.read_bytes()) or {}
+    changed = [name for name, found in hashes.items() if Path(name).exists() and _sha256(Path(name)) != found]
+    if changed:
+        raise InputError(
+            f"{changed[0]}: has changed since {stage.name} was done; put it back, or remove {folder} to start over"
+        )
+    return True
+
+
+def _sha256(path: Path) -> str:
+    status = path.stat()
+    return _sha256_at(path, status.st_mtime_ns, status.st_size)
+
+
+@cache
+def _sha256_at(path: Path, _time: int, _size: int) -> str:
+    return str(fingerprint(str(path), path)["sha256"])

@@ -1,0 +1,74 @@
+"""`synthesize`, killed in several stages, goes on, does nothing twice, and writes what an undisturbed one writes."""
+
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import pipeline, sentences, tiny_recipe, write_text
+from tests.integration.runs import descendants, start, still_running
+
+
+def results(work: Path) -> dict[str, bytes]:
+    """Return plan, recipes, translations, scores, averaged weights and evaluations."""
+    wanted = ("plan*", "recipes/*", "texts/*", "runs/*/average*.ckpt", "evaluation/*")
+    files = [path for pattern in wanted for path in work.glob(pattern) if path.is_file()]
+    return {str(path.relative_to(work)): path.read_bytes() for path in files}
+
+
+def stages(log: str) -> list[str]:
+    return re.findall(r"^stage \d+ of \d+, (\S+) \(", log, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_killed_in_several_stages(trained_run: Path, tmp_path: Path) -> None:
+    write_text(tmp_path)
+    recipe = tiny_recipe(tmp_path)
+    recipe["run"]["checkpoint_every_steps"] = 20
+    recipe["trainer"] |= {"max_steps": 80, "val_check_interval": 40}
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
+    (tmp_path / "mono").write_text("".join(f"{line}\n" for line in sentences(2000, 77)))
+    work = tmp_path / "work"
+    command = ["synthesize", "back-translation", "--config", tmp_path / "tiny.yaml", "--text", tmp_path / "mono"]
+    command += ["--reverse-model", trained_run, "--folder", work]
+    undisturbed = pipeline(*command)
+    assert undisturbed.returncode == 0, undisturbed.stderr.decode()
+    order, expected = stages(undisturbed.stderr.decode()), results(work)
+    assert len(expected) == 11
+    work.rename(tmp_path / "undisturbed")
+
+    for stage, signum, moment in (
+        ("prepare-forward", signal.SIGKILL, ""),
+        ("fit-forward", signal.SIGKILL, "training:"),
+        ("translate-round1.source", signal.SIGKILL, "using"),
+        ("score-round1", signal.SIGKILL, "using"),
+        ("fit-round1", signal.SIGTERM, "training:"),
+        ("evaluate-round1", signal.SIGKILL, "using"),
+    ):
+        log = tmp_path / "log"
+        with log.open("w") as stderr:
+            process = start(*command, stderr=stderr)
+        while moment not in log.read_text().partition(f", {stage} (")[2] or f", {stage} (" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.01)
+        children = descendants(process)
+        process.send_signal(signum)
+        # A run that is asked to stop saves a checkpoint and ends with code 75.
+        assert process.wait(60) == (75 if signum == signal.SIGTERM else -signum), log.read_text()
+        deadline = time.monotonic() + 20
+        while still_running(children) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not still_running(children)
+        done = stages(log.read_text())
+        assert order[: len(done)] == done
+        assert done[-1] == stage
+        order = order[len(done) - 1 :]
+    last = pipeline(*command)
+    assert last.returncode == 0, last.stderr.decode()
+    assert stages(last.stderr.decode()) == order == ["evaluate-round1"]
+    assert last.stdout == undisturbed.stdout
+    assert results(work) == expected
