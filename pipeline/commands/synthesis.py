@@ -360,14 +360,13 @@ def with_vocabulary_of(model: Path, recipe: Recipe, notes: list[str]) -> Recipe:
 def exchanged(recipe: Recipe) -> Recipe:
     """Return a recipe of the other direction."""
     corpus = recipe.corpus
-    sides = {
-        split: [exchanged_text(text) for text in getattr(corpus, split)] for split in ("train", "validation", "test")
-    }
     return replace(
         recipe,
         corpus=replace(
             corpus,
-            **sides,
+            train=[exchanged_text(text) for text in corpus.train],
+            validation=[exchanged_text(text) for text in corpus.validation],
+            test=[exchanged_text(text) for text in corpus.test],
             source_language=corpus.target_language,
             target_language=corpus.source_language,
             bpe_dropout=BpeDropout(corpus.bpe_dropout.target, corpus.bpe_dropout.source),
@@ -378,8 +377,8 @@ def exchanged(recipe: Recipe) -> Recipe:
 
 def exchanged_text(text: TextSource) -> TextSource:
     """Return a text source whose sides are exchanged, of two files or a data set."""
-    languages = {"source_language": text.target_language, "target_language": text.source_language}
-    return replace(text, source=text.target, target=text.source, **languages)
+    exchanged = replace(text, source=text.target, target=text.source)
+    return replace(exchanged, source_language=text.target_language, target_language=text.source_language)
 
 
 def averaged(recipe: Recipe) -> tuple[str, int]:
