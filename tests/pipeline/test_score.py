@@ -407,7 +407,7 @@ def test_the_best_pairs_are_kept(
 
 def test_a_symbol_that_training_never_had_spoils_a_pair() -> None:
     """On the side where neither model could learn it: a source of the one is a target of the other."""
-    learned = train_tokenizer(["ab ba"], 16, user_symbols=["<x>", "<y>"])
+    learned = train_tokenizer(["ab ba"], 12, user_symbols=["<x>", "<y>"])
 
     def model(source_lacks: str, target_lacks: str) -> Any:
         seen = [(piece != source_lacks) + 2 * (piece != target_lacks) for piece in learned.pieces()]
