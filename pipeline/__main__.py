@@ -4,6 +4,7 @@ Each command is a file in `pipeline/commands`, imported only when it is used.
 """
 
 import sys
+from types import ModuleType
 
 from pipeline.runtime import signals
 
@@ -85,7 +86,7 @@ class OneLineParser(argparse.ArgumentParser):
         raise InputError(f"{message}; see {self.prog} --help")
 
 
-def parse(command: str, words: list[str]) -> tuple[Any, argparse.Namespace]:
+def parse(command: str, words: list[str]) -> tuple[ModuleType, argparse.Namespace]:
     """Return the module of a command and its parsed arguments.
 
     Unknown arguments of a command that takes `--config` are overrides of the recipe: `arguments.overrides`.

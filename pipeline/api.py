@@ -1,5 +1,6 @@
 """The Python API: load a trained model and use it, or train one. `import pipeline` gives these names."""
 
+import inspect
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from data_module.errors import InputError
-from data_module.files import user_path
+from data_module.files import PlainValues, user_path
 from model.attention_maps import attention_maps
 from model.sampling import Sampling, check_sampling
 from model.transformer import PaddedTransformer
@@ -146,7 +147,7 @@ class Model:
         return f"<Model {self._translator.name}>"
 
     @property
-    def recipe(self) -> dict[str, Any]:
+    def recipe(self) -> PlainValues:
         """The recipe that the model was trained with."""
         return self._translator.recipe
 
@@ -250,9 +251,7 @@ class Model:
             options = replace(self._options, n_best=count, sampling=sample)
             translations = self._translator.translate(texts, options, target_prefixes=prefixes, finished=bar.update)
         self._warn([translation.defects for translation in translations])
-        answers: list[Any] = [
-            translation.text if n_best is None else translation.hypotheses for translation in translations
-        ]
+        answers = [translation.text if n_best is None else translation.hypotheses for translation in translations]
         return answers[0] if isinstance(sentences, str) else answers
 
     @overload
@@ -371,8 +370,8 @@ class Model:
         found = SentenceWarnings(self._translator.prefixes, self._translator.max_source_tokens)
         for number, of_sentence in enumerate(defects, 1):
             found.add(number, of_sentence)
-        level, frame = 1, sys._getframe()
-        while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        level, frame = 1, inspect.currentframe()
+        while frame is not None and frame.f_code.co_filename == __file__:
             level, frame = level + 1, frame.f_back
         for text in found.texts("sentence"):
             warnings.warn(text, stacklevel=level)
@@ -408,7 +407,7 @@ def _texts(given: str | list[str], name: str) -> list[str]:
     return texts
 
 
-def train(recipe: Mapping[str, Any]) -> Path:
+def train(recipe: Mapping[str, object]) -> Path:
     """Train a model as `fit` does: prepare the corpus if necessary, and start the run or resume it.
 
     The process keeps its signal handlers, warning filters and random state. A keyboard interrupt saves a checkpoint

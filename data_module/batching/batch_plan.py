@@ -4,7 +4,7 @@ A *global batch*, which is one optimizer step, is a random set of pairs. It depe
 epoch), not on the number of ranks. Lengths include EOS.
 
 Plans are in a per-user folder of the node's temporary folder. The first process that needs one writes it whole; the
-others wait, then map the same pages. Who has mapped a plan keeps it, whether its file is still there or not.
+others wait, then map the same pages. A process that has mapped a plan keeps it, even if the file is removed.
 """
 
 import hashlib

@@ -6,10 +6,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from data_module.files import PlainValues
 from pipeline.inference.loading import load_translator
 from pipeline.inference.options import SearchOptions
 from pipeline.inference.translator import Translator
@@ -38,7 +39,7 @@ class Round(NamedTuple):
     """Of the process so far."""
 
 
-def run(checkpoint: Path, options: SearchOptions, sentences: list[str]) -> dict[str, Any]:
+def run(checkpoint: Path, options: SearchOptions, sentences: list[str]) -> PlainValues:
     """Measure the rounds; print a table and return the figures.
 
     Raises:
@@ -53,7 +54,7 @@ def run(checkpoint: Path, options: SearchOptions, sentences: list[str]) -> dict[
     return {**about(translator, options, sentences), **figures}
 
 
-def about(translator: Translator, options: SearchOptions, sentences: list[str]) -> dict[str, Any]:
+def about(translator: Translator, options: SearchOptions, sentences: list[str]) -> PlainValues:
     """Return what was measured: the text's size, the search's settings, threads and device."""
     machine = {"threads": torch.get_num_threads(), "device": translator.device.type}
     return {"sentences": len(sentences), **vars(options.in_place_of(translator.settings)), **machine}

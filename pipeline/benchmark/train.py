@@ -13,12 +13,15 @@ from statistics import median
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
+from torch.optim import Optimizer
 from tqdm import tqdm
 
 from data_module.batching.batch import RankBatch
 from data_module.errors import InputError
+from data_module.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.training_module import TranslationModule
@@ -26,7 +29,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.monitoring.performance import MatrixProduct, flops_per_target_token
 from pipeline.runtime.backend import choose_backend
 from pipeline.runtime.console import quiet_lightning, say
-from pipeline.runtime.devices import allow_tf32
+from pipeline.runtime.devices import TrainerOptions, allow_tf32
 from pipeline.training.build import build_data, build_module, refuse_optimizer
 from pipeline.training.train import ensure_corpus
 from pipeline.training.trainer import make_trainer, trainer_options
@@ -56,9 +59,9 @@ class Other(Protocol):
     """What trains in turns with the recipe's network."""
 
     network: nn.Module
-    optimizer: Any
+    optimizer: Optimizer
 
-    def next_step(self) -> Any:
+    def next_step(self) -> Step:
         """Return the data of the next step, a `Step`, on the device."""
 
     def train(self, step: Any) -> None:
@@ -69,7 +72,7 @@ class Training(NamedTuple):
     """A recipe's training on one device."""
 
     recipe: Recipe
-    options: dict[str, Any]
+    options: TrainerOptions
     """The Trainer's."""
     precision: Precision
     module: TranslationModule
@@ -94,13 +97,13 @@ def prepare(recipe: Recipe) -> Training:
     return Training(recipe, options, precision, module, data)
 
 
-def measure(training: Training, steps: int, others: Mapping[str, Other] | None = None) -> dict[str, Any]:
+def measure(training: Training, steps: int, others: Mapping[str, Other] | None = None) -> PlainValues:
     """Train the recipe's network and, in turns with it, the others; print a table and return the figures."""
     module, data = training.module, training.data
     comparison = SideBySide(others or {}, steps, training.precision)
     callback = LambdaCallback(on_train_start=comparison.start, on_train_batch_end=comparison.after_step)
-    own: dict[str, Any] = {"callbacks": [callback], "max_steps": ENDLESS, "limit_val_batches": 0}
-    make_trainer(training.options, None, logger=False, **own).fit(module, datamodule=data)
+    own = {"logger": False, "callbacks": [callback], "max_steps": ENDLESS, "limit_val_batches": 0}
+    make_trainer(training.options, None, (), **own).fit(module, datamodule=data)
     flops = flops_per_target_token(training.recipe.network, module.network.vocabulary_size, data.train_corpus)
     figures = {
         "recipe": training.recipe.name,
@@ -114,7 +117,7 @@ def measure(training: Training, steps: int, others: Mapping[str, Other] | None =
     return figures
 
 
-def one_device(trainer: dict[str, Any]) -> tuple[dict[str, Any], Precision]:
+def one_device(trainer: TrainerOptions) -> tuple[TrainerOptions, Precision]:
     """Return the Trainer's options for one device, and the device and precision that all networks train with.
 
     Of the recipe's `trainer:`, only options that affect speed are kept.
@@ -123,7 +126,7 @@ def one_device(trainer: dict[str, Any]) -> tuple[dict[str, Any], Precision]:
         InputError: the device or the precision is not available here.
     """
     names = ("accelerator", "precision", "deterministic")
-    kept: dict[str, Any] = {key: trainer[key] for key in names if key in trainer}
+    kept = {key: trainer[key] for key in names if key in trainer}
     options = trainer_options({**kept, "devices": 1})
     allow_tf32(options)
     on_cpu = options["accelerator"] == "cpu"
@@ -168,13 +171,15 @@ class SideBySide:
         self._round, self._round_steps = next(self._rounds)
         self._batches: list[RankBatch] = []
 
-    def start(self, *_: Any) -> None:
+    def start(self, *_: object) -> None:
         """Begin to measure a network's part of the round."""
         if self._round == MEMORY_ROUND:
             self._memory = PeakMemory(self._device)
         self._started = self._now()
 
-    def after_step(self, trainer: Any, module: Any, _outputs: Any, batch: RankBatch, _index: int) -> None:
+    def after_step(
+        self, trainer: Trainer, module: TranslationModule, _outputs: object, batch: RankBatch, _index: int
+    ) -> None:
         """Count our step; at the end of a round, let the others take theirs."""
         self._batches.append(batch)
         if len(self._batches) < self._round_steps:
@@ -195,7 +200,7 @@ class SideBySide:
         trainer.should_stop = self._round_steps == 0
         self.start()
 
-    def _finish(self, name: str, steps: Sequence[Step], network: nn.Module, optimizer: Any) -> None:
+    def _finish(self, name: str, steps: Sequence[Step], network: nn.Module, optimizer: Optimizer) -> None:
         """Record the part of the round that a network has ended."""
         seconds = self._now() - self._started
         if self._round == MEMORY_ROUND:
@@ -247,13 +252,13 @@ class PeakMemory:
         return peak
 
 
-def kept_bytes(network: nn.Module, optimizer: Any) -> int:
+def kept_bytes(network: nn.Module, optimizer: Optimizer) -> int:
     """Return the bytes that are kept between steps: weights, buffers and the optimizer's moments."""
     moments = [value for state in optimizer.state.values() for value in state.values() if hasattr(value, "nbytes")]
     return sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers(), *moments))
 
 
-def figures_of(comparison: SideBySide, flops: float) -> dict[str, Any]:
+def figures_of(comparison: SideBySide, flops: float) -> PlainValues:
     """Return our figures, the ratios and, under `baselines`, each other's figures, in seconds, bytes and FLOP/s.
 
     Args:
@@ -262,7 +267,7 @@ def figures_of(comparison: SideBySide, flops: float) -> dict[str, Any]:
     """
     product_rate = median(comparison.product_rates)
 
-    def of_network(name: str) -> dict[str, Any]:
+    def of_network(name: str) -> PlainValues:
         return {
             "target_tokens_per_second": median(comparison.token_rates[name]),
             "step_seconds": median(comparison.step_seconds[name]),
@@ -284,7 +289,7 @@ def figures_of(comparison: SideBySide, flops: float) -> dict[str, Any]:
     return figures
 
 
-def table(figures: dict[str, Any]) -> str:
+def table(figures: PlainValues) -> str:
     """Return a table with a line for each network, and a line about ours."""
     lines = [f"{'':8}{'tokens/s':>10}{'ms/step':>10}{'MB':>8}{'ratio':>7}"]
     for name, of_network in {OURS: figures, **figures["baselines"]}.items():

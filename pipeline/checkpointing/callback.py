@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from data_module.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
@@ -28,7 +29,6 @@ from pipeline.checkpointing.run_folder import (
     step_path,
 )
 from pipeline.compat.lightning import WeightAveragingBase
-from pipeline.compat.pytorch import lerp_all
 from pipeline.config.recipe import Recipe
 from pipeline.config.settings import validation_tag
 from pipeline.runtime.console import say
@@ -226,27 +226,36 @@ class EMA(WeightAveragingBase):
     def __init__(self, decay: float) -> None:
         """After each step the average becomes `decay * average + (1 - decay) * weights`."""
         super().__init__()
-        self._decay = decay
+        self._update = get_ema_multi_avg_fn(decay)
+        self._latest_step = 0
+        """The optimizer step after which the average was updated last; 0 before the first update."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Create the average on the device and in the precision that the weights will have."""
-        self._device = trainer.strategy.root_device
         super().setup(trainer, pl_module, stage)
         trainer.precision_plugin.convert_module(self.average.module)
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         """Update the average; the first update copies the weights."""
-        if trainer.global_step <= self.latest_update_step:
+        if trainer.global_step <= self._latest_step:
             return
         average: list[Tensor] = list(self.average.module.parameters())
         weights: list[Tensor] = list(pl_module.parameters())
-        if self.latest_update_step == 0:
+        if self._latest_step == 0:
             copy_all(average, weights)
         else:
-            lerp_all(average, weights, 1.0 - self._decay)
+            self._update(average, weights, self.average.n_averaged)
         self.average.n_averaged += 1
-        self.latest_update_step = trainer.global_step
+        self._latest_step = trainer.global_step
+
+    def state_dict(self) -> PlainValues:
+        """Return the state that a resumed run continues with."""
+        return {"latest_update_step": self._latest_step}
+
+    def load_state_dict(self, state_dict: PlainValues) -> None:
+        """Restore the callback's state."""
+        self._latest_step = state_dict["latest_update_step"]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: PlainValues) -> None:
         """Save the average as `state_dict` and the weights as `current_model_state`, also during a validation."""

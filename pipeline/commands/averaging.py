@@ -2,9 +2,9 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 from data_module.errors import InputError
+from data_module.files import PlainValues
 from pipeline.checkpointing.checkpoint import Checkpoint, average, read_checkpoint, write_atomic
 from pipeline.checkpointing.run_folder import (
     METRICS,
@@ -39,7 +39,7 @@ def write_average(run: Path, option: str, count: int, output: Path) -> None:
     print(f"averaged {', '.join(averaged['averaged'])}", file=sys.stderr)
 
 
-def average_last(run: Path, count: int) -> dict[str, Any]:
+def average_last(run: Path, count: int) -> PlainValues:
     """Return the average of the newest checkpoints.
 
     Raises InputError when there are fewer.
@@ -49,7 +49,7 @@ def average_last(run: Path, count: int) -> dict[str, Any]:
     return average(paths[-count:])
 
 
-def average_best(run: Path, count: int) -> dict[str, Any]:
+def average_best(run: Path, count: int) -> PlainValues:
     """Return the average of the checkpoints around the best validation, with the reasons of the choice in it.
 
     Raises InputError when there are fewer checkpoints or no validation scores.

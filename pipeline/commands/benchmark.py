@@ -7,10 +7,9 @@ path too.
 import argparse
 import json
 import os
-from typing import Any
 
 from data_module.errors import InputError
-from data_module.files import user_path
+from data_module.files import PlainValues, user_path
 from pipeline.config.recipe import Recipe, add_recipe_arguments, load_recipe
 from pipeline.inference.options import SearchOptions, add_search_arguments
 from pipeline.inference.text_io import read_sentences
@@ -58,7 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         kinds.add_parser(kind, add_help=False).set_defaults(config=[])
 
 
-def _add_kind(kinds: Any, name: str, purpose: str, description: str) -> argparse.ArgumentParser:
+def _add_kind(
+    kinds: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, purpose: str, description: str
+) -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     return kinds.add_parser(name, help=purpose, description=description, allow_abbrev=False, formatter_class=raw)
 
@@ -90,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _train(arguments: argparse.Namespace) -> dict[str, Any]:
+def _train(arguments: argparse.Namespace) -> PlainValues:
     recipe = checked_recipe(arguments)
     quiet_profiler()
     from pipeline.benchmark import train  # imports PyTorch
@@ -98,7 +99,7 @@ def _train(arguments: argparse.Namespace) -> dict[str, Any]:
     return train.measure(train.prepare(recipe), arguments.steps)
 
 
-def _decode(arguments: argparse.Namespace) -> dict[str, Any]:
+def _decode(arguments: argparse.Namespace) -> PlainValues:
     sentences = checked_sentences(arguments)
     from pipeline.benchmark import decode  # imports PyTorch
 
@@ -140,6 +141,6 @@ def checked_sentences(arguments: argparse.Namespace) -> list[str]:
     return sentences
 
 
-def print_figures(figures: dict[str, Any]) -> None:
+def print_figures(figures: PlainValues) -> None:
     """Print figures as one line of JSON. Five significant digits are more than the clock's precision."""
     print(json.dumps(json.loads(json.dumps(figures), parse_float=lambda number: float(f"{float(number):.5g}"))))

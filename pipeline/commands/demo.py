@@ -10,10 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from data_module.errors import PROGRAM, SCRIPTS
 from data_module.files import user_path
@@ -68,7 +68,7 @@ class Demo:
     def __init__(self) -> None:
         self._stages: dict[str, Stage] = {}
 
-    def stage(self, name: str, command: list[Any], text: str | None = None) -> None:
+    def stage(self, name: str, command: Sequence[object], text: str | None = None) -> None:
         """Run `python COMMAND`.
 
         Args:

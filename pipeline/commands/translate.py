@@ -1,12 +1,13 @@
 """Translate sentences: one output line for each input line, in order; an empty line stays empty.
 
-Reads --source or standard input. With --target-prefix or --target-prefixes, translations begin with a given text.
-Standard error names the checkpoint that was chosen from a run folder, and at the end
-the number of lines that were not UTF-8, were cut, lack a prefix, have characters or pieces that training never had or
-have U+2581, with the first three of them. With --n-best, up to N translations are printed for a line, best first,
-each after the line's number and a tab. With --scores, each translation follows its score (log-probability divided by
-the length penalty) and a tab. With --sample, translations are drawn at random, each by the seed and the number of its
-line.
+Reads --source or standard input. Standard error names the checkpoint that was chosen from a run folder. At the end it
+has the number of lines with a defect, and the first three of them: those that were not UTF-8, were cut, lack a prefix,
+have U+2581, or have characters or pieces that training never had.
+
+With --n-best, up to N translations are printed for a line, best first, each after the line's number and a tab. With
+--scores, each translation follows its score (log-probability divided by the length penalty) and a tab. With --sample,
+translations are drawn at random, each by the seed and the number of its line. With --target-prefix or
+--target-prefixes, translations begin with a given text.
 """
 
 import argparse

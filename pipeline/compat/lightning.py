@@ -11,8 +11,8 @@
 - `_SubprocessScriptLauncher`, `_call_children_scripts` and `DDPStrategy._configure_launcher`: give rank 0 time to
   report an error before it is killed because another rank has ended. No public alternative.
 - The `scaler` of `MixedPrecision` may be None: leave the scaling of the loss to the module. No public alternative.
-- `WeightAveraging._average_model`, `_latest_update_step` and `_swap_models`: keep the average on the weights' device.
-  No public alternative.
+- `WeightAveraging._average_model` and `_device`: keep the average on the weights' device, which is not known when the
+  callback is made. No public alternative.
 """
 
 import os
@@ -149,7 +149,7 @@ class SingleStreamDDP(DDPStrategy):
 
 
 class WeightAveragingBase(WeightAveraging):
-    """`WeightAveraging` with the names that a subclass needs."""
+    """`WeightAveraging` on the device of the weights, whose averaged model a subclass can reach."""
 
     swapped = False
     """Whether the module currently holds the average and the averaged model the weights (during validation)."""
@@ -160,15 +160,17 @@ class WeightAveragingBase(WeightAveraging):
         assert self._average_model is not None
         return self._average_model
 
-    @property
-    def latest_update_step(self) -> int:
-        """The optimizer step after which the average was updated last; 0 before the first update."""
-        return self._latest_update_step
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Create the averaged model where the weights will be; the module is on the CPU yet."""
+        self._device = trainer.strategy.root_device
+        super().setup(trainer, pl_module, stage)
 
-    @latest_update_step.setter
-    def latest_update_step(self, step: int) -> None:
-        self._latest_update_step = step
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the average into the module."""
+        super().on_validation_epoch_start(trainer, pl_module)
+        self.swapped = self._average_model is not None
 
-    def _swap_models(self, pl_module: LightningModule) -> None:
-        super()._swap_models(pl_module)
-        self.swapped = not self.swapped
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the weights back into the module."""
+        super().on_validation_epoch_end(trainer, pl_module)
+        self.swapped = False

@@ -9,7 +9,9 @@
 
 import importlib
 import sys
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,7 +23,9 @@ class _PyplotLeftOut:
 
     _has_cleared = False
 
-    def find_spec(self, name: str, path: Any, target: Any = None, /) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None, /
+    ) -> ModuleSpec | None:
         if name == "torchmetrics.utilities.plot" and not self._has_cleared:
             self._has_cleared = True
             vars(importlib.import_module("torchmetrics.utilities.imports"))["_MATPLOTLIB_AVAILABLE"] = False

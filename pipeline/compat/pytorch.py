@@ -6,16 +6,14 @@ found. `tests/pipeline/test_private_api.py` fails when PyTorch moves one of them
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
-def lerp_all(targets: list[Tensor], sources: list[Tensor], weight: float) -> None:
-    """Interpolate tensors in place in one call. Public: `Tensor.lerp_`, one tensor a call. Seen in 2.11 to 2.13."""
-    torch._foreach_lerp_(targets, sources, weight)
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 
 def default_store() -> dist.Store:
@@ -62,7 +60,7 @@ def default_compiler_cache() -> str:
     return default_cache_dir()
 
 
-def save_programs(file: BinaryIO, programs: dict[str, Any], extra_files: dict[str, str]) -> None:
+def save_programs(file: BinaryIO, programs: dict[str, "ExportedProgram"], extra_files: dict[str, str]) -> None:
     """Write several exported programs into one archive.
 
     Public: `torch.export.save`, which takes one program. Seen in 2.11 to 2.13.
@@ -72,7 +70,7 @@ def save_programs(file: BinaryIO, programs: dict[str, Any], extra_files: dict[st
     package_pt2(file, exported_programs=programs, extra_files=extra_files)
 
 
-def load_programs(path: Path) -> dict[str, Any]:
+def load_programs(path: Path) -> dict[str, "ExportedProgram"]:
     """Read what `save_programs` wrote. Public: `torch.export.load`, for one program. Seen in 2.11 to 2.13."""
     from torch.export.pt2_archive._package import load_pt2  # as above
 

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import yaml
 
 from data_module.errors import InputError, printable
-from data_module.files import user_path
+from data_module.files import PlainValues, user_path
 from data_module.settings import BatchSettings, CorpusSettings
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from pipeline.config.recipe_files import RecipeLoader, extended, merge, plain_copy, read_extended
@@ -34,7 +34,7 @@ class Recipe:
     decoding: DecodingSettings = field(default_factory=DecodingSettings)
     run: RunSettings = field(default_factory=RunSettings)
     monitoring: MonitoringSettings = field(default_factory=MonitoringSettings)
-    trainer: dict[str, Any] = field(default_factory=dict)
+    trainer: PlainValues = field(default_factory=dict)
     places: ClassVar[Mapping[str, str]] = {}
     """File and line of each key that was read; of a recipe that `load_recipe` has returned."""
 
@@ -51,7 +51,7 @@ class Recipe:
         """Return the folder of the prepared corpus."""
         return Path(self.corpus.folder)
 
-    def inherit_network(self, network: Mapping[str, Any]) -> "Recipe":
+    def inherit_network(self, network: PlainValues) -> "Recipe":
         """Return the recipe with the settings that a network has brought along from another program.
 
         Such a network has an output bias. A recipe need not repeat that, nor the activation.
@@ -77,7 +77,7 @@ class Recipe:
             error.args = (f"{place}: {message}" if place else message,)
             raise
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> PlainValues:
         """Return plain values, as they are written to YAML and to checkpoints."""
         return asdict(self)
 
@@ -108,7 +108,7 @@ def load_recipe(paths: Iterable[Path], overrides: Iterable[str] = ()) -> Recipe:
     Raises InputError that names all unknown keys and wrong types, and of each section the first value out of range.
     """
     paths = list(paths)
-    values: dict[str, Any] = {}
+    values: PlainValues = {}
     places: dict[str, str] = {}
     names = [path.stem for path in paths]
     for path in paths:
@@ -125,7 +125,7 @@ def load_recipe(paths: Iterable[Path], overrides: Iterable[str] = ()) -> Recipe:
 _Settings = TypeVar("_Settings")
 
 
-def stored_settings(values: Any, kind: type[_Settings], section: str, exact: bool = False) -> _Settings:
+def stored_settings(values: object, kind: type[_Settings], section: str, exact: bool = False) -> _Settings:
     """Check settings that a file holds which this program has written, and complete them by newer ones.
 
     Args:
@@ -143,7 +143,7 @@ def stored_settings(values: Any, kind: type[_Settings], section: str, exact: boo
     return settings
 
 
-def recipe_from_dict(recipe: Mapping[str, Any]) -> Recipe:
+def recipe_from_dict(recipe: Mapping[str, object]) -> Recipe:
     """Check a recipe that is given as a dictionary with the keys of a recipe file, and leave the dictionary as it is.
 
     Paths may be `Path`s. `extends` names a file relative to the current folder.
@@ -165,7 +165,7 @@ def recipe_from_dict(recipe: Mapping[str, Any]) -> Recipe:
     return _checked(values, places, [])
 
 
-def _places(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def _places(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
     """Return the place of each dotted key of a dictionary, whose file has keys of the same names."""
     places = {f"{prefix}{name}": "the recipe" for name in values}
     for name, value in values.items():
@@ -173,7 +173,7 @@ def _places(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return places
 
 
-def _checked(values: dict[str, Any], places: dict[str, str], mistakes: list[str]) -> Recipe:
+def _checked(values: PlainValues, places: dict[str, str], mistakes: list[str]) -> Recipe:
     """Return the recipe; raise InputError that names `mistakes` and all that are found."""
     _remove_old_keys(values, places)
     refused = {f"trainer.{key}": why for key, why in RESERVED_KEYS.items()}
@@ -195,7 +195,7 @@ OLD_KEYS = {"run.cuda_graphs": "steps run kernel by kernel"}
 """Keys of version 1.0.0 that have no effect any more, each with what happens instead. All of 1.x accepts them."""
 
 
-def _remove_old_keys(values: dict[str, Any], places: dict[str, str]) -> None:
+def _remove_old_keys(values: PlainValues, places: dict[str, str]) -> None:
     """Remove the keys of `OLD_KEYS`, which every run of version 1.0.0 has stored; warn where one asks for something."""
     for key, instead in OLD_KEYS.items():
         section, _, name = key.partition(".")
@@ -220,7 +220,7 @@ _REGISTRY_KEYS = {
 """Keys that hold a registered name, and their defaults."""
 
 
-def _unregistered_names(values: dict[str, Any], places: dict[str, str]) -> list[str]:
+def _unregistered_names(values: PlainValues, places: dict[str, str]) -> list[str]:
     """Return a mistake for each name that is not registered, such as that of a norm."""
     names = {}
     for key in _REGISTRY_KEYS:
@@ -242,7 +242,7 @@ def _unregistered_names(values: dict[str, Any], places: dict[str, str]) -> list[
     return mistakes
 
 
-def _override(values: dict[str, Any], places: dict[str, str], arguments: list[str]) -> list[str]:
+def _override(values: PlainValues, places: dict[str, str], arguments: list[str]) -> list[str]:
     """Apply overrides to `values`; return the mistakes found."""
     mistakes = []
     while arguments:
@@ -280,7 +280,7 @@ def _override(values: dict[str, Any], places: dict[str, str], arguments: list[st
     return mistakes
 
 
-def _parse(text: str, kind: Any) -> Any:
+def _parse(text: str, kind: object) -> object:
     """Return the value that a word of the command line has for a key of type `kind`; text is taken as it is written."""
     if takes_text(kind):
         return None if text in ("", "null") else text

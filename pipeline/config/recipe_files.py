@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from data_module.errors import PROGRAM, InputError
-from data_module.files import atomic_file, user_path
+from data_module.files import PlainValues, atomic_file, user_path
 from data_module.registry import did_you_mean
 
 SCHEMA = "recipe.schema.json"
@@ -20,7 +20,7 @@ MODELINE = "# yaml-language-server: $schema="
 """What a recipe's first line begins with; the path of the schema, relative to the recipe, follows."""
 
 
-def read_extended(path: Path, places: dict[str, str], seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+def read_extended(path: Path, places: dict[str, str], seen: tuple[Path, ...] = ()) -> PlainValues:
     """Return a file's values, merged into those of the file that it extends."""
     own_places: dict[str, str] = {}
     own = _read(path, own_places)
@@ -28,8 +28,8 @@ def read_extended(path: Path, places: dict[str, str], seen: tuple[Path, ...] = (
 
 
 def extended(
-    own: dict[str, Any], own_places: dict[str, str], path: Path, places: dict[str, str], seen: tuple[Path, ...]
-) -> dict[str, Any]:
+    own: PlainValues, own_places: dict[str, str], path: Path, places: dict[str, str], seen: tuple[Path, ...]
+) -> PlainValues:
     """Return the values `own` of the file `path`, merged into those of the file that it extends."""
     base = own.pop("extends", None)
     if base is None:
@@ -53,7 +53,7 @@ def extended(
     return values
 
 
-def _read(path: Path, places: dict[str, str]) -> dict[str, Any]:
+def _read(path: Path, places: dict[str, str]) -> PlainValues:
     """Return a YAML mapping; `places` receives file and line of each dotted key."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -86,12 +86,12 @@ MAX_VALUES = 100_000
 """How many values a YAML file has at most, those that aliases repeat included."""
 
 
-def compose(text: str) -> Any:
+def compose(text: str) -> yaml.Node | None:
     """Return the root node of a YAML text; raise YAMLError if aliases make more than `MAX_VALUES` values of it."""
     root = yaml.compose(text, yaml.SafeLoader)
     sizes: dict[int, int] = {}
 
-    def size(node: Any) -> int:
+    def size(node: yaml.Node) -> int:
         if id(node) not in sizes:
             inner = [] if isinstance(node.value, str) else node.value
             sizes[id(node)] = 1 + sum(map(size, chain(*inner) if isinstance(node, yaml.MappingNode) else inner))
@@ -103,7 +103,7 @@ def compose(text: str) -> Any:
     return root
 
 
-def plain_copy(value: Any) -> Any:
+def plain_copy(value: object) -> Any:
     """Return a copy that has only what YAML has: paths as text, tuples as lists.
 
     No part of it is shared: a value that stands in two places by an alias of YAML may change in one of them.
@@ -126,7 +126,7 @@ class RecipeLoader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def construct_object(self, node: Any, deep: bool = False) -> Any:
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """Return the value of a node; report the line of a scalar that is invalid."""
         try:
             return super().construct_object(node, deep)
@@ -137,12 +137,12 @@ class RecipeLoader(yaml.SafeLoader):
             ) from error
 
 
-def _number_or_text(loader: RecipeLoader, node: Any) -> Any:
+def _number_or_text(loader: RecipeLoader, node: yaml.ScalarNode) -> object:
     value = yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
     return value if str(value) == node.value else node.value
 
 
-def _text(loader: RecipeLoader, node: Any) -> Any:
+def _text(loader: RecipeLoader, node: yaml.ScalarNode) -> str:
     return node.value
 
 
@@ -151,7 +151,7 @@ RecipeLoader.add_constructor("tag:yaml.org,2002:float", _number_or_text)
 RecipeLoader.add_constructor("tag:yaml.org,2002:merge", _text)  # `<<` that is not a key
 
 
-def _note_places(node: Any, path: Path, prefix: str, places: dict[str, str]) -> None:
+def _note_places(node: yaml.Node | None, path: Path, prefix: str, places: dict[str, str]) -> None:
     if isinstance(node, yaml.MappingNode):
         names = [key.value for key, _ in node.value]
         for key, value in node.value:
@@ -165,7 +165,7 @@ def _note_places(node: Any, path: Path, prefix: str, places: dict[str, str]) -> 
             _note_places(item, path, prefix, places)
 
 
-def merge(into: dict[str, Any], values: dict[str, Any]) -> None:
+def merge(into: PlainValues, values: PlainValues) -> None:
     """Put `values` in place of those of `into`; mappings are merged."""
     for key, value in values.items():
         if isinstance(value, dict) and isinstance(into.get(key), dict):

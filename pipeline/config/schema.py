@@ -10,14 +10,14 @@ from types import NoneType
 from typing import Any
 
 from data_module.errors import InputError, printable
-from data_module.files import PathText, user_path
+from data_module.files import PathText, PlainValues, user_path
 from data_module.registry import did_you_mean
 
-Signature = dict[str, Any]
+Signature = dict[str, object]
 """The keys of a section that has no dataclass, and their type annotations."""
 
 
-def annotation(key: str, kind: type, sections: Mapping[str, Signature]) -> Any:
+def annotation(key: str, kind: type, sections: Mapping[str, Signature]) -> object:
     """Return the type annotation of a dotted key, Any if there is no such key.
 
     Args:
@@ -28,7 +28,7 @@ def annotation(key: str, kind: type, sections: Mapping[str, Signature]) -> Any:
     section, _, rest = key.partition(".")
     if section in sections:
         return sections[section].get(rest, Any)
-    reached: Any = kind
+    reached: object = kind
     for name in key.split("."):
         if typing.get_origin(reached) is list:
             reached = typing.get_args(reached)[0]
@@ -36,7 +36,7 @@ def annotation(key: str, kind: type, sections: Mapping[str, Signature]) -> Any:
     return reached
 
 
-def takes_text(kind: Any) -> bool:
+def takes_text(kind: object) -> bool:
     """Return whether an annotation is text, or text or nothing."""
     return kind is str or kind == str | None
 
@@ -74,7 +74,7 @@ class Checker:
         place = place_of(key, self._places)
         self.mistakes.append(f"{place}: {message}" if place else message)
 
-    def dataclass(self, values: Any, kind: type, prefix: str) -> Any:
+    def dataclass(self, values: object, kind: type, prefix: str) -> Any:
         """Return an instance of the dataclass, or None after adding to `mistakes`."""
         if not isinstance(values, dict):
             name = prefix.rstrip(".")
@@ -99,13 +99,13 @@ class Checker:
             self.mistakes.append(f"{place}: {error}" if place else str(error))
             return None
 
-    def signature(self, values: dict[str, Any], signature: Signature, prefix: str) -> None:
+    def signature(self, values: PlainValues, signature: Signature, prefix: str) -> None:
         """Check keys and types of a section that has no dataclass; replace its values by typed ones."""
         self._unknown(values, signature, prefix + ".")
         for key in values.keys() & signature.keys():
             values[key] = self.value(values[key], signature[key], f"{prefix}.{key}")
 
-    def _unknown(self, values: dict[str, Any], known: Iterable[str], prefix: str) -> None:
+    def _unknown(self, values: PlainValues, known: Iterable[str], prefix: str) -> None:
         known = list(known)
         for name in values:
             if name not in known and self._knows_all:
@@ -116,7 +116,7 @@ class Checker:
                     way_out = did_you_mean(str(name), known, f"the keys are: {', '.join(known)}", prefix)
                     self._wrong(key, f"{key} is not a key; {way_out}")
 
-    def value(self, value: Any, kind: Any, key: str) -> Any:
+    def value(self, value: object, kind: object, key: str) -> Any:
         """Return the value converted to the annotation, or None after adding to `mistakes`."""
         origin, arguments = typing.get_origin(kind), typing.get_args(kind)
         if kind is Any or (isinstance(kind, type) and kind is type(value) and kind is not str):
@@ -149,7 +149,7 @@ class Checker:
         self._wrong(key, f"{key} must be {_kind_name(kind)}, not {_value_name(value)}{quoted}")
         return None
 
-    def _union(self, value: Any, kinds: tuple[Any, ...], key: str) -> Any:
+    def _union(self, value: object, kinds: tuple[object, ...], key: str) -> Any:
         if value is None and type(None) in kinds:
             return None
         if type(value) in kinds:
@@ -188,7 +188,7 @@ def _parse_float(value: Any) -> float:
     return float(_NOT_FINITE.get(value, value))
 
 
-def _parse_str(value: Any, errors: str = "strict") -> str:
+def _parse_str(value: object, errors: str = "strict") -> str:
     if not isinstance(value, (str, int, float)) or isinstance(value, bool):
         raise TypeError
     text = str(value)
@@ -196,14 +196,14 @@ def _parse_str(value: Any, errors: str = "strict") -> str:
     return text
 
 
-def _parse_path(value: Any) -> str:
+def _parse_path(value: object) -> str:
     text = _parse_str(value, "surrogateescape")  # The bytes of a file's name need not be UTF-8.
     if printable(text) != text or "\t" in text:  # Job scripts and logs have a path a line.
         raise InputError(f"{text!r} has control characters; give it a name without them")
     return str(user_path(text)) if text.startswith("~") else text
 
 
-_SCALARS: dict[Any, Callable[[Any], Any]] = {
+_SCALARS: dict[object, Callable[[Any], Any]] = {
     int: _parse_int,
     float: _parse_float,
     str: _parse_str,
@@ -211,14 +211,20 @@ _SCALARS: dict[Any, Callable[[Any], Any]] = {
 }
 
 
-def _value_name(value: Any) -> str:
+def _value_name(value: object) -> str:
     if isinstance(value, dict):
         return "a mapping"
     return "nothing" if value is None else repr(value)
 
 
-def _kind_name(kind: Any) -> str:
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", dict: "a mapping"}
+def _kind_name(kind: object) -> str:
+    names: dict[object, str] = {
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        bool: "true or false",
+        dict: "a mapping",
+    }
     if kind == PathText:
         return "text"
     if typing.get_origin(kind) is typing.Literal:

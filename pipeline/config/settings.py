@@ -3,10 +3,10 @@
 import re
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from data_module.errors import InputError
-from data_module.files import PathText
+from data_module.files import PathText, PlainValues
 
 LIKELIHOOD = "likelihood"
 """The value of `run.best_by` that is no metric of translations."""
@@ -118,7 +118,7 @@ RESERVED_KEYS = {
     "fast_dev_run": "use trainer.max_steps",
 }
 """Keys of Lightning's Trainer that a recipe may not have although one might expect it, with what to use instead."""
-TRAINER_KEYS: dict[str, Any] = {
+TRAINER_KEYS: dict[str, object] = {
     "accelerator": Literal["auto", "cpu", "gpu", "cuda"],
     "strategy": Literal["auto", "ddp"],
     "devices": list[int] | str | int,
@@ -139,7 +139,7 @@ They are written out because importing Lightning takes seconds, and a mistake is
 """
 
 
-def validate_trainer_keys(options: dict[str, Any]) -> None:
+def validate_trainer_keys(options: PlainValues) -> None:
     """Raise InputError for values of a recipe's `trainer:` that are out of range, and without `max_steps`."""
     if "max_steps" not in options:
         raise InputError("trainer.max_steps is missing; give the number of optimizer steps")

@@ -10,11 +10,10 @@ import re
 from contextlib import suppress
 from pathlib import Path
 from string import Template
-from typing import Any
 
 from data_module.corpus.manifest import read_manifest
 from data_module.errors import InputError
-from data_module.files import FORMAT_VERSION, json_object
+from data_module.files import FORMAT_VERSION, PlainValues, json_object
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export.ctranslate2_model import NUM_POSITIONS
 from pipeline.inference.options import Prefixes
@@ -24,7 +23,7 @@ from pipeline.runtime.launch import versions
 TEMPLATES = Path(__file__).with_name("templates")
 
 
-def make_card(model: TrainedModel, scores: dict[str, Any], licences: list[str]) -> dict[str, Any]:
+def make_card(model: TrainedModel, scores: PlainValues, licences: list[str]) -> PlainValues:
     """Return the card as JSON values.
 
     Args:
@@ -60,7 +59,7 @@ def make_card(model: TrainedModel, scores: dict[str, Any], licences: list[str]) 
     }
 
 
-def _data(corpus: Path, tokenizer_sha256: str) -> dict[str, Any] | str:
+def _data(corpus: Path, tokenizer_sha256: str) -> PlainValues | str:
     """Return the manifest's entries about the texts, if the corpus that the model was trained on is available."""
     try:
         manifest = read_manifest(corpus)
@@ -72,7 +71,7 @@ def _data(corpus: Path, tokenizer_sha256: str) -> dict[str, Any] | str:
     return {**pairs, "source_files": manifest["source_files"], "hub_revisions": manifest["hub_revisions"]}
 
 
-def _trained_with(checkpoint: Path) -> dict[str, Any] | str:
+def _trained_with(checkpoint: Path) -> PlainValues | str:
     """Return the versions that `fit` recorded in the run folder."""
     for folder in (checkpoint.parent, checkpoint.parent.parent):
         with suppress(OSError):  # The checkpoint may be in no run folder.
@@ -81,16 +80,16 @@ def _trained_with(checkpoint: Path) -> dict[str, Any] | str:
     return "the run folder was not available"
 
 
-def _code_of(recorded: dict[str, Any]) -> dict[str, Any]:
+def _code_of(recorded: PlainValues) -> PlainValues:
     return {name: value for name, value in recorded.items() if name not in ("host", "format_version")}
 
 
-def example_sentence(recipe: dict[str, Any]) -> str:
+def example_sentence(recipe: PlainValues) -> str:
     """Return the sentence that the examples translate, with the first prefix of the model of a recipe."""
     return " ".join([*Prefixes.of_corpus(recipe["corpus"]).trained[:1], "A sentence."])
 
 
-def readme(names: list[str], card: dict[str, Any], example: list[int], two_models: bool = False) -> str:
+def readme(names: list[str], card: PlainValues, example: list[int], two_models: bool = False) -> str:
     """Return the README, with a section for each format in `names`.
 
     Args:
@@ -120,7 +119,7 @@ def readme(names: list[str], card: dict[str, Any], example: list[int], two_model
     return _page("readme.md", blocks.union(name for name, is_wanted in wanted.items() if is_wanted), values)
 
 
-def model_card(card: dict[str, Any]) -> str:
+def model_card(card: PlainValues) -> str:
     """Return the model card, with the scores, data, licences and versions of `card.json`."""
     values, scores = _values(card), card["scores"]
     about = {"data": card["data"], "licences": card["data_licences"], "code": card["code"]}
@@ -143,7 +142,7 @@ def model_card(card: dict[str, Any]) -> str:
     return _page("model_card.md", blocks | ({"prefixes"} if values["prefixes"] else set()), values)
 
 
-def _values(card: dict[str, Any]) -> dict[str, Any]:
+def _values(card: PlainValues) -> PlainValues:
     """Return the card's entries, the example sentence as a string of Python and C++, and what the prefixes are."""
     prefixes = Prefixes.of_corpus(card["recipe"]["corpus"])
     return {
@@ -154,7 +153,7 @@ def _values(card: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _page(template: str, blocks: set[str], values: dict[str, Any]) -> str:
+def _page(template: str, blocks: set[str], values: PlainValues) -> str:
     """Return the given blocks of a template with values in them."""
     text = (TEMPLATES / template).read_text(encoding="utf-8")
     _, *parts = re.split(r"^<!-- (.+) -->\n", text, flags=re.MULTILINE)

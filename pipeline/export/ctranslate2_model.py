@@ -7,7 +7,9 @@ length ** alpha instead of the paper's ((5 + length) / 6) ** alpha.
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from data_module.tokenization.tokenizer import Tokenizer
@@ -107,6 +109,6 @@ def _norm(target: Any, norm: Any) -> None:
     target.gamma, target.beta = _array(norm.weight), _array(norm.bias)
 
 
-def _array(tensor: Tensor) -> Any:
+def _array(tensor: Tensor) -> NDArray[np.float32]:
     # A copy, because quantization rounds in place.
     return tensor.detach().to("cpu", torch.float32, copy=True).numpy()

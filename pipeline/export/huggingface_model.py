@@ -12,11 +12,12 @@ alternate. Reordering the dimensions of d_model in every weight makes up for tha
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
+from data_module.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.tokenization.training import standalone_model
 from model.layers import ACTIVATIONS
@@ -26,7 +27,7 @@ from pipeline.export.support import lacking_layers, refuse, require_package
 from pipeline.inference.translator import LONGEST
 
 
-def require_transformers() -> Any:
+def require_transformers() -> ModuleType:
     """Return the package `transformers`, which prints errors only; raise InputError if it is not installed."""
     transformers = require_package("transformers", "huggingface")
     transformers.utils.logging.set_verbosity_error()
@@ -48,10 +49,10 @@ def require_marian(network: Transformer, tokenizer: Tokenizer) -> None:
     refuse("Transformers' Marian", lacking)
 
 
-def marian_config(network: Transformer, tokenizer: Tokenizer, num_positions: int) -> dict[str, Any]:
+def marian_config(network: Transformer, tokenizer: Tokenizer, num_positions: int) -> PlainValues:
     """Return the arguments of `MarianConfig` for a network."""
     settings = network.settings
-    config: dict[str, Any] = {
+    config: PlainValues = {
         "vocab_size": tokenizer.vocabulary_size,
         "d_model": settings.d_model,
         "scale_embedding": True,
@@ -71,7 +72,7 @@ def marian_config(network: Transformer, tokenizer: Tokenizer, num_positions: int
     return config
 
 
-def generation_settings(tokenizer: Tokenizer, settings: DecodingSettings, length_penalty: float) -> dict[str, Any]:
+def generation_settings(tokenizer: Tokenizer, settings: DecodingSettings, length_penalty: float) -> PlainValues:
     """Return the arguments of `GenerationConfig` that come nearest to the checkpoint's search.
 
     Args:
@@ -79,7 +80,7 @@ def generation_settings(tokenizer: Tokenizer, settings: DecodingSettings, length
         settings: the recipe's `decoding:`.
         length_penalty: alpha for Transformers' formula.
     """
-    values: dict[str, Any] = {
+    values: PlainValues = {
         "num_beams": settings.beam_size,
         # The answer of the longest source has at most this many tokens, and the begin symbol counts.
         "max_length": LONGEST + settings.max_extra_tokens + 1,
@@ -131,7 +132,7 @@ def write_huggingface(
     _write_tokenizer(transformers, tokenizer, languages, folder)
 
 
-def _write_tokenizer(transformers: Any, tokenizer: Tokenizer, languages: tuple[str, str], folder: Path) -> None:
+def _write_tokenizer(transformers: ModuleType, tokenizer: Tokenizer, languages: tuple[str, str], folder: Path) -> None:
     pieces = tokenizer.pieces()
     paths = [folder / name for name in ("source.spm", "target.spm", "vocab.json")]
     models = tokenizer.pair or [standalone_model(tokenizer)] * 2

@@ -2,14 +2,14 @@
 
 import importlib
 from collections.abc import Iterable
-from typing import Any
+from types import ModuleType
 
 from data_module.errors import InputError, install
 from model.fast.compiled_search import unsupported
 from model.settings import NetworkSettings
 
 
-def require_package(name: str, extra: str) -> Any:
+def require_package(name: str, extra: str) -> ModuleType:
     """Return a package of one of pyproject.toml's extras; raise InputError if it is not installed."""
     try:
         # By name, because type checking some of the packages takes minutes.

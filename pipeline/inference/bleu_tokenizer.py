@@ -4,9 +4,10 @@ import re
 import sys
 from collections.abc import Iterable
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from data_module.errors import InputError, install
+from data_module.files import PlainValues
 
 DEFAULT = "13a"
 """sacreBLEU's default, for languages that put spaces between words."""
@@ -60,7 +61,7 @@ def choose_tokenizer(requested: str | None, language: str) -> Choice:
     return Choice(tokenizer, None)
 
 
-def tokenizer_of(recipe: dict[str, Any]) -> str:
+def tokenizer_of(recipe: PlainValues) -> str:
     """Return BLEU's tokenizer by the recipe of a checkpoint, and print what the user should know about it.
 
     Raises:

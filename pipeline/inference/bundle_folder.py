@@ -2,10 +2,9 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 from data_module.errors import InputError
-from data_module.files import check_format, json_object
+from data_module.files import PlainValues, check_format, json_object
 
 PROGRAM_FILE = "model.ts"
 """The file that translates, a program in TorchScript."""
@@ -24,7 +23,7 @@ def bundle_of(path: Path) -> Path | None:
     return folder if not is_run and (folder / CARD_FILE).is_file() else None
 
 
-def parse_card(path: Path, text: str | bytes) -> dict[str, Any]:
+def parse_card(path: Path, text: str | bytes) -> PlainValues:
     """Return the card that a file holds.
 
     Raises:

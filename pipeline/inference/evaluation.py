@@ -3,9 +3,10 @@
 import argparse
 import json
 import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from data_module.errors import InputError
+from data_module.files import PlainValues
 from pipeline.inference.bleu_tokenizer import spacing_warning, tokenizer_of
 from pipeline.inference.evaluation_text import (
     EvaluationText,
@@ -179,15 +180,15 @@ def judges_of(translator: Translator, arguments: argparse.Namespace, text: Evalu
     return Judges(tokenizer, requested, language if arguments.paper else None)
 
 
-def print_scores(scored: Scored, judges: Judges) -> dict[str, Any]:
+def print_scores(scored: Scored, judges: Judges) -> PlainValues:
     """Print a line for each score of a text, and return the scores."""
     tokenizer, requested, language = judges
     (hypotheses, *others), (references, *more) = scored.translations, scored.references
-    options: dict[str, Any] = {"more": more, "requested": requested}
+    options: PlainValues = {"more": more, "requested": requested}
     figures = score(hypotheses, references, tokenizer, **options)
     if language is not None:
         figures |= paper_score(hypotheses, references, language)
-    difference: dict[str, Any] = {}
+    difference: PlainValues = {}
     if scored.scores:
         mean, difference = mean_score(*scored.scores)
         figures |= mean
@@ -201,7 +202,7 @@ def print_scores(scored: Scored, judges: Judges) -> dict[str, Any]:
     return {**figures, "sentences": len(references)}
 
 
-def print_comparison(versus: dict[str, Any]) -> None:
+def print_comparison(versus: PlainValues) -> None:
     """Print one line for each metric that was compared."""
     for name in [name for name in versus if f"{name}_difference" in versus]:
         significant = "significant" if versus[f"{name}_difference_is_real"] else "not significant"

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sacrebleu.dataset import DATASETS
 from sacrebleu.utils import SACREBLEU_DIR
@@ -12,6 +12,7 @@ from sacrebleu.utils import SACREBLEU_DIR
 from data_module.corpus.manifest import source_names
 from data_module.corpus.pairs import read_pairs
 from data_module.errors import InputError
+from data_module.files import PlainValues
 from data_module.settings import CorpusSettings
 from pipeline.config.schema import Checker
 from pipeline.inference.bleu_tokenizer import language_code
@@ -66,7 +67,7 @@ class EvaluationText(NamedTuple):
         return indices if len(indices) > 1 else {}
 
 
-def text_of_recipe(corpus: dict[str, Any]) -> EvaluationText:
+def text_of_recipe(corpus: PlainValues) -> EvaluationText:
     """Return the text of `corpus.test`, each source once. Pairs with invalid UTF-8 are left out, or an error.
 
     Args:

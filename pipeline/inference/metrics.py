@@ -6,6 +6,7 @@
 import re
 import statistics
 from collections.abc import Iterable, Sequence
+from types import ModuleType
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -13,6 +14,7 @@ import sacrebleu
 from numpy.typing import NDArray
 
 from data_module.errors import InputError, install
+from data_module.files import PlainValues
 from data_module.registry import Registry
 from data_module.tokenization.tokenizer import is_composed, is_decomposed
 from pipeline.compat.metrics import chrf_score, chrf_statistics
@@ -127,7 +129,7 @@ class Ter:
         result = self._ter.corpus_score([hypothesis], [[one] for one in references])
         return [round(result.num_edits * len(references)), round(result.ref_length * len(references))]
 
-    def score(self, statistics: Any) -> float:
+    def score(self, statistics: Sequence[float] | NDArray[np.float32]) -> float:
         """Return the edit rate in percent."""
         edits, length = statistics
         return 100.0 * edits / length if length else 100.0 * (edits > 0)
@@ -146,7 +148,7 @@ class ExactMatch:
         """Return whether the line matches, and 1."""
         return [hypothesis.split() in [reference.split() for reference in references], 1]
 
-    def score(self, statistics: Any) -> float:
+    def score(self, statistics: Sequence[float] | NDArray[np.float32]) -> float:
         """Return the percentage of matches."""
         return 100.0 * statistics[0] / max(statistics[1], 1)
 
@@ -231,7 +233,7 @@ def score(
     *,
     more: Sequence[list[str]] = (),
     requested: Iterable[str] = (),
-) -> dict[str, Any]:
+) -> PlainValues:
     """Return the metrics' scores and `bleu_lowercase`.
 
     Each metric has its score, its 95 % bootstrap interval as `<name>_interval` and its signature as `<name>_signature`.
@@ -243,7 +245,7 @@ def score(
         more: further references of all sentences.
         requested: see `metrics_on`.
     """
-    scores: dict[str, Any] = {}
+    scores: PlainValues = {}
     for name, metric in _usable(tokenizer, requested, more).items():
         scores |= _with_interval(name, metric, hypotheses, [references, *more])
         if name == "bleu":
@@ -258,7 +260,7 @@ def of_one_reference(requested: Iterable[str] = ()) -> list[str]:
     return [name for name, metric in chosen.items() if not getattr(metric, "several_references", False)]
 
 
-def paper_score(hypotheses: list[str], references: list[str], language: str) -> dict[str, Any]:
+def paper_score(hypotheses: list[str], references: list[str], language: str) -> PlainValues:
     """Return BLEU as papers report it: on Moses tokens, without smoothing.
 
     `bleu_paper` is the BLEU of "Attention Is All You Need": case-sensitive, with compounds split at hyphens.
@@ -295,7 +297,7 @@ def paper_score(hypotheses: list[str], references: list[str], language: str) -> 
     return scores
 
 
-def require_sacremoses() -> Any:
+def require_sacremoses() -> ModuleType:
     """Return the package `sacremoses`; raise InputError if it is not installed."""
     try:
         import sacremoses  # an extra package
@@ -324,14 +326,14 @@ def compare(
     *,
     more: Sequence[list[str]] = (),
     requested: Iterable[str] = (),
-) -> dict[str, Any]:
+) -> PlainValues:
     """Compare two systems' translations of the same text by paired bootstrap resampling (Koehn, 2004).
 
     Returns, for each metric: the score of `others` as `<name>`; `<name>_difference`, positive where `hypotheses` score
     higher; `<name>_p_value`; and `<name>_difference_is_real`, whether the p-value is less than `SIGNIFICANT`. See
     `score` for the arguments.
     """
-    figures: dict[str, Any] = {}
+    figures: PlainValues = {}
     for name, metric in _usable(tokenizer, requested, more).items():
         this, other = (_statistics(metric, lines, [references, *more]) for lines in (hypotheses, others))
         figures |= _compared(name, metric, this, other)
@@ -344,7 +346,7 @@ def _usable(tokenizer: str, requested: Iterable[str], more: Sequence[list[str]])
     return {name: metric for name, metric in metrics_on(tokenizer, requested).items() if name not in left_out}
 
 
-def _compared(name: str, metric: "Metric | _Mean", this: NDArray[Any], other: NDArray[Any]) -> dict[str, Any]:
+def _compared(name: str, metric: "Metric | _Mean", this: NDArray[np.number], other: NDArray[np.number]) -> PlainValues:
     """Return the score of `other`, and how much better `this` is; both are sentences' statistics."""
     this_score, other_score = _total_score(metric, this), _total_score(metric, other)
     difference = this_score - other_score
@@ -365,12 +367,12 @@ def _compared(name: str, metric: "Metric | _Mean", this: NDArray[Any], other: ND
 class _Mean:
     """The mean of scores that another program has given to sentences."""
 
-    def score(self, statistics: Any) -> float:
+    def score(self, statistics: Sequence[float] | NDArray[np.float32]) -> float:
         """Return the mean from a sum of scores and their number."""
         return float(statistics[0] / statistics[1])
 
 
-def mean_score(scores: list[float], other: list[float] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+def mean_score(scores: list[float], other: list[float] | None = None) -> tuple[PlainValues, PlainValues]:
     """Return the mean of sentences' scores with its interval, as `score` does, and the comparison of `compare`.
 
     Args:
@@ -423,18 +425,18 @@ def _statistics(metric: Metric, hypotheses: list[str], references: Sequence[list
     return np.array([metric.statistics(ours, *theirs) for ours, *theirs in rows], dtype=np.int64)
 
 
-def _total_score(metric: Metric | _Mean, sentence_statistics: NDArray[Any]) -> float:
+def _total_score(metric: Metric | _Mean, sentence_statistics: NDArray[np.number]) -> float:
     # As Python's numbers, because `round` on NumPy's numbers is not always exact.
     return float(metric.score(sentence_statistics.sum(0).tolist()))
 
 
-def _with_interval(name: str, metric: Metric, hypotheses: list[str], references: Sequence[list[str]]) -> dict[str, Any]:
+def _with_interval(name: str, metric: Metric, hypotheses: list[str], references: Sequence[list[str]]) -> PlainValues:
     figures = _interval(name, metric, _statistics(metric, hypotheses, references))
     signature = re.sub(r"^nrefs:\d+", f"nrefs:{len(references)}", metric.signature())
     return figures | {f"{name}_signature": _bootstrap_signature(signature)}
 
 
-def _interval(name: str, metric: Metric | _Mean, sentence_statistics: NDArray[Any]) -> dict[str, Any]:
+def _interval(name: str, metric: Metric | _Mean, sentence_statistics: NDArray[np.number]) -> PlainValues:
     """Return the score of sentences and its interval."""
     resampled = sorted(map(float, _resample(metric, sentence_statistics, _draws(len(sentence_statistics)))))
     # sacreBLEU's interval: the mean plus or minus half the width of the middle 95 %. Near the end of a scale that
@@ -460,13 +462,15 @@ def _draws(num_sentences: int) -> NDArray[np.int64]:
     return np.random.default_rng(SEED).choice(num_sentences, size=(RESAMPLES, num_sentences), replace=True)
 
 
-def _resample(metric: Metric | _Mean, sentence_statistics: NDArray[Any], draws: NDArray[np.int64]) -> NDArray[Any]:
+def _resample(
+    metric: Metric | _Mean, sentence_statistics: NDArray[np.number], draws: NDArray[np.int64]
+) -> NDArray[np.float64]:
     """Return the score of each resample."""
     # float32 as in sacreBLEU, for equal results to the last digit.
     rows = sentence_statistics.astype(np.float32)
     return np.array([metric.score(rows[drawn].sum(0)) for drawn in draws])
 
 
-def _p_value(samples: NDArray[Any], difference: float) -> float:
+def _p_value(samples: NDArray[np.float64], difference: float) -> float:
     """Return how likely a difference at least this large is by chance, from resampled absolute differences."""
     return (int(np.sum(samples - samples.mean() > difference)) + 1) / (len(samples) + 1)

@@ -7,10 +7,10 @@ see `data_module.settings.TextSource.prefix`.
 import argparse
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from data_module.errors import InputError
-from data_module.files import user_path
+from data_module.files import PlainValues, user_path
 from data_module.tokenization.tokenizer import is_blank
 from model.settings import LARGEST_SEARCH, STOP_RULES, DecodingSettings
 
@@ -147,7 +147,7 @@ class Prefixes:
     """Whether all training text had one."""
 
     @classmethod
-    def of_corpus(cls, corpus: dict[str, Any]) -> "Prefixes":
+    def of_corpus(cls, corpus: PlainValues) -> "Prefixes":
         """Return the prefixes of the model of a recipe.
 
         Args:

@@ -69,7 +69,7 @@ def score_pieces(
 
 
 def _batches(
-    tokenizer: Tokenizer, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], device: Any
+    tokenizer: Tokenizer, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], device: torch.device | str
 ) -> Iterator[tuple[list[int], Tensor, Tensor | None, Tensor]]:
     """Yield the pairs' indices, source [B, S], its mask unless nothing is padded, and target with the begin symbol."""
     lengths = [max(len(source), len(target)) for source, target in zip(sources, targets, strict=True)]

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
 
 from data_module.corpus.pairs import fingerprint
 from data_module.errors import InputError
-from data_module.files import FileLock, atomic_file, remove_temporary_files
+from data_module.files import FileLock, PlainValues, atomic_file, remove_temporary_files
 from data_module.text_files import num_lines, open_file
 from pipeline.inference.text_io import CHUNK, sentences
 from pipeline.runtime.launch import clear_failure_count
@@ -41,7 +40,7 @@ class Task:
     """The file of all translations."""
     shard_lines: int
     """Number of lines of a shard: a multiple of `CHUNK`, so that lines are translated together as by one process."""
-    options: dict[str, Any]
+    options: PlainValues
     """Options that the translations depend on; with `n_best`, a line may have several translations."""
     num_processes: int = 1
     """Processes of this command; other commands may have more."""
@@ -82,7 +81,7 @@ class Shards:
         self._began = self._reported = time.monotonic()
         self._done_before = self._num_done()
 
-    def _begin(self, wanted: dict[str, Any]) -> None:
+    def _begin(self, wanted: PlainValues) -> None:
         path = self._folder / MANIFEST
         if self._output.exists() and self._output.samefile(self._source):
             raise InputError(f"{self._output}: is the text to translate; give another --output")

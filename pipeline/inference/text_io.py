@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sized
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import zip_longest
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple, NoReturn
 
 from data_module.errors import InputError
 from data_module.files import atomic_file, naming_full_disk, replace_error
@@ -16,13 +16,16 @@ from data_module.tokenization.tokenizer import SPACE_MARK, is_blank
 from pipeline.inference.options import Prefixes
 from pipeline.runtime.console import print_above_bars
 
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
 CHUNK = 2048
 """Number of lines translated together: enough to sort them by length, few enough to keep memory flat."""
 
 
 def progress_bar(
     total: int | None = None, *, show: bool = True, description: str = "translating", smoothing: float = 0.3
-) -> Any:
+) -> "tqdm[NoReturn]":
     """Return a tqdm bar on standard error that counts translated sentences and appears after two seconds.
 
     Args:
@@ -46,7 +49,7 @@ def progress_bar(
     )
 
 
-def show_token_rate(bar: Any, num_tokens: int) -> None:
+def show_token_rate(bar: "tqdm[NoReturn]", num_tokens: int) -> None:
     """Put the mean number of tokens a second since the bar was created behind it, the next time it is drawn."""
     bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):,.0f} tokens/s", refresh=False)
 

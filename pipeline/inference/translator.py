@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from data_module.errors import InputError
+from data_module.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamArguments, BeamSearch
 from model.fast.compiled_search import CompiledSearch
@@ -105,7 +106,7 @@ class Translator:
         max_source_tokens: int | None = None,
         device: torch.device | str | None = None,
         name: str = "",
-        recipe: dict[str, Any] | None = None,
+        recipe: PlainValues | None = None,
     ) -> None:
         """Put the network into evaluation mode and move it to `device`.
 

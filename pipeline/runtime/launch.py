@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from data_module.errors import InputError
 
@@ -265,7 +264,7 @@ def reports_exit_code(rank: int) -> bool:
     return rank == 0 or not launched_by_lightning
 
 
-def versions() -> dict[str, Any]:
+def versions() -> dict[str, str | None]:
     """Return the revision of the code, the versions of Python and the main packages, and the host name."""
     packages = ("torch", "lightning", "sentencepiece", "sacrebleu", "numpy")
     here = Path(__file__).resolve().parent

@@ -38,7 +38,7 @@ def signature(*parts: str) -> str:
     return hmac.new(_key, json.dumps(parts).encode(), "sha256").hexdigest()
 
 
-def signed(name: str, value: Any) -> str:
+def signed(name: str, value: object) -> str:
     """Return a message: a value that JSON can hold, with its signature under a name that is used once."""
     text = json.dumps(value)
     return signature(name, text) + text
@@ -57,7 +57,7 @@ def verified(name: str, message: bytes) -> Any:
     return plain(json.loads(text))
 
 
-def post(store: dist.Store, name: str, value: Any) -> None:
+def post(store: dist.Store, name: str, value: object) -> None:
     """Store a value that JSON can hold under a name that is used once."""
     store.set(name, signed(name, value))
 
@@ -72,7 +72,7 @@ def silent_ranks(store: dist.Store, names: Sequence[str]) -> list[int]:
     return [rank for rank, name in enumerate(names) if not store.check([name])]
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Return a value of JSON whose strings have no control characters and a bounded length."""
     if isinstance(value, str):
         return printable(value[:_MOST_CHARACTERS])
@@ -81,7 +81,7 @@ def plain(value: Any) -> Any:
     return {key: plain(one) for key, one in value.items()} if isinstance(value, dict) else value
 
 
-def value_of_each_rank(value: Any) -> list[Any]:
+def value_of_each_rank(value: object) -> list[Any]:
     """Return the value that each rank gives, as JSON holds it: a tuple becomes a list. All ranks call it."""
     text = json.dumps(value).encode()
     if not dist.is_initialized() or dist.get_world_size() == 1:

@@ -22,11 +22,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from data_module.errors import InputError, first_of
+from data_module.files import PlainValues
 from pipeline.runtime import signals
 from pipeline.runtime.console import RendezvousError, UnusableAddressError, print_above_bars
 from pipeline.runtime.launch import LOOPBACK, JobStep, local_rank, main_address, main_ports, node_name, step_nodes
@@ -95,7 +95,7 @@ class Rendezvous:
     """Names of all nodes, as far as they are known, to name those from which no rank has connected."""
     start: str = ""
     """What no other start has, such as `JobStep.start`."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, object] = field(default_factory=dict)
     """What has to be the same on all ranks."""
     folder: Path | None = None
     """A folder of this start, for its token."""
@@ -272,7 +272,7 @@ class Rendezvous:
             # The message comes in one piece; if not, rank 0 is asked again.
             return verified(_STORE, connection.recv(_MESSAGE_BYTES))
 
-    def _join(self, store: dist.Store, own: dict[str, Any]) -> None:
+    def _join(self, store: dist.Store, own: PlainValues) -> None:
         """Tell rank 0 that this rank has connected; raise InputError if it is no part of what rank 0 has started."""
         while not store.check([_connected(0)]):
             self._wait_for_rank_0(["it has not connected"])
@@ -379,7 +379,7 @@ def use_loopback() -> None:
             os.environ.setdefault(variable, name)
 
 
-def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+def differences(theirs: Mapping[str, object], ours: Mapping[str, object]) -> str:
     """Return the first settings of a rank that differ from those of rank 0; empty if none do."""
     keys = [key for key in {**ours, **theirs} if theirs.get(key) != ours.get(key)]
     return first_of([f"{key} {theirs.get(key)}, not {ours.get(key)}" for key in keys])

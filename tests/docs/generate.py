@@ -12,11 +12,10 @@ import sys
 import textwrap
 import typing
 from collections.abc import Iterator
-from pathlib import Path
 
 from data_module.settings import BpeDropout, NoiseSettings, TextSource
 from pipeline.config.recipe import Recipe
-from pipeline.config.recipe_files import description, first_sentence
+from pipeline.config.recipe_files import description
 from pipeline.config.settings import TRAINER_KEYS
 from tests.conftest import ROOT
 from tests.docs import recipe_schema
@@ -124,36 +123,11 @@ def layers() -> str:
     return "\n".join(rows)
 
 
-def tree() -> str:
-    """Every Python file of the packages with the first sentence of its docstring."""
-    lines = ["```text"]
-    for package in ("data_module", "model", "pipeline"):
-        lines += _folder(ROOT / package, 0)
-    return "\n".join([*lines, "```"])
-
-
-def _folder(folder: Path, depth: int) -> Iterator[str]:
-    inside = [path for path in folder.iterdir() if path.name not in ("__pycache__", "__init__.py")]
-    if not inside:
-        return
-    yield "  " * depth + folder.name + "/"
-    for path in sorted(path for path in inside if path.is_file() and path.suffix == ".py"):
-        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        yield _row(path.name, first_sentence(text), depth + 1)
-    for path in sorted(path for path in inside if path.is_dir() and any(path.rglob("*.py"))):
-        yield from _folder(path, depth + 1)
-
-
-def _row(name: str, text: str, depth: int) -> str:
-    return f"{'  ' * depth}{name}".ljust(32) + " " + text
-
-
 PARTS = {
     "recipe_keys": recipe_keys,
     "trainer_keys": trainer_keys,
     "configs": configs,
     "layers": layers,
-    "tree": tree,
 }
 
 
