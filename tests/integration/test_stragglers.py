@@ -44,8 +44,9 @@ def test_a_slow_rank_is_named_once(recipe_file: Path, tmp_path: Path) -> None:
     own, percent = map(float, found.groups())
     slept = ALL_SECONDS + 2 * SLOW_SECONDS
     assert own >= slept
-    # What the median rank took: it does not include waiting for the slow rank.
-    assert ALL_SECONDS <= own / (1 + percent / 100) * 1.01 <= own - 1.5 * SLOW_SECONDS
+    # What the median rank took: it does not include waiting for the slow rank, which sleeps twice. Half of that is left
+    # for ranks that wait for a processor.
+    assert ALL_SECONDS <= own / (1 + percent / 100) * 1.01 <= own - SLOW_SECONDS
     ratios, ranks = (scalars(run, f"train_perf/{name}") for name in ("slowest_rank_over_median", "slowest_rank"))
     # A point is of the interval before its own, so the first one has none.
     assert [step for step, _ in ratios] == [step for step, _ in ranks] == list(range(2 * EVERY, STEPS + 1, EVERY))
