@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
@@ -33,6 +33,8 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
+
+from data_module.worker_processes import num_processors
 
 
 def disable_signal_handling(trainer: Trainer) -> None:
@@ -125,7 +127,10 @@ class PatientLauncher(_SubprocessScriptLauncher):
             self.prepare()
             self._call_children_scripts()
             RankObserver(self.procs).start()
-        _set_num_threads_if_needed(num_processes=self.num_processes)
+        if "OMP_NUM_THREADS" not in os.environ:  # The ranks of this node share its processors.
+            num_threads = max(1, num_processors() // self.num_processes)
+            torch.set_num_threads(num_threads)
+            os.environ["OMP_NUM_THREADS"] = str(num_threads)
         return function(*args, **kwargs)
 
 
