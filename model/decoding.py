@@ -64,7 +64,7 @@ class BeamArguments(NamedTuple):
     """For `BeamSearch.sample`, with `beam_size` 1: how the next token is chosen. None for the most probable one."""
 
 
-class _Answers(NamedTuple):
+class Answers(NamedTuple):
     """The best answers found so far, [B, M], best first. Missing answers have score -inf."""
 
     scores: Tensor
@@ -115,6 +115,128 @@ class _Batch(NamedTuple):
 def penalty(length: Tensor, length_penalty: float) -> Tensor:
     """Return ((5 + length) / 6) ** length_penalty in float32 (Wu et al. 2016, equation 14)."""
     return ((5.0 + length.float()) / 6.0) ** length_penalty
+
+
+def answer_limits(source_lengths: Tensor, max_extra_tokens: int, max_positions: int) -> Tensor:
+    """Return the largest length [B] of answers to sources of these lengths [B]; `max_positions` is 0 for no limit."""
+    limits = source_lengths + max_extra_tokens
+    return limits.clamp(max=max_positions) if max_positions > 0 else limits
+
+
+def next_log_probabilities(logits: Tensor, bos_id: int, pad_id: int) -> Tensor:
+    """Return log-probabilities [B, N, V] of the next tokens in float32; -inf for the begin and padding symbols."""
+    steps = logits.float().log_softmax(-1)
+    steps.select(2, pad_id).fill_(float("-inf"))
+    steps.select(2, bos_id).fill_(float("-inf"))
+    return steps
+
+
+def best_continuations(
+    steps: Tensor, totals: Tensor, forced: Tensor | None, beam_size: int, chosen: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the most probable continuations of each sentence, best first.
+
+    Args:
+        steps: log-probabilities [B, N, V] of the next token of each hypothesis.
+        totals: log-probabilities [B, N] of the hypotheses.
+        forced: int64 [B], the token that has to follow in each sentence, -1 for any; None if any may in all sentences.
+        beam_size: that of the search, which may be larger than N.
+        chosen: int64 [B, N, 1], the continuation of each hypothesis; None for the most probable ones.
+
+    Returns:
+        Log-probabilities, the hypotheses that are continued, and the tokens that are added. Each is
+        [B, 2 * beam_size], or smaller if there are fewer continuations. It is [B, 1] if beam_size is 1, since
+        greedy search ends at the first end symbol.
+    """
+    # Each hypothesis has one continuation that ends. Of the best 2 * beam_size continuations at most beam_size end, so
+    # beam_size others are left to stay open.
+    count = 2 * beam_size if beam_size > 1 else 1
+    # What is among a sentence's best is among the best of its hypothesis, so the second topk is a small one.
+    if chosen is None:
+        values, ids = steps.topk(min(count, steps.size(2)))
+    else:
+        values, ids = steps.gather(2, chosen), chosen
+    if forced is not None:
+        is_forced, tokens = (forced >= 0)[:, None, None], forced.clamp(min=0)[:, None, None]
+        is_first = torch.arange(values.size(2), device=values.device) == 0
+        only = torch.where(is_first, steps.gather(2, tokens.expand(-1, steps.size(1), -1)), float("-inf"))
+        values, ids = torch.where(is_forced, only, values), torch.where(is_forced, tokens, ids)
+    values = (values + totals.unsqueeze(-1)).flatten(1)
+    values, best = values.topk(min(count, values.size(1)))
+    return values, best.div(ids.size(2), rounding_mode="floor"), ids.flatten(1).gather(1, best)
+
+
+def add_answers(
+    answers: Answers, values: Tensor, parents: Tensor, ends: Tensor, positions: Tensor, options: BeamArguments
+) -> Answers:
+    """Return the best answers of those before and of the continuations that end, at `positions` [B].
+
+    Args:
+        answers: the best answers before this step.
+        values: log-probabilities of the continuations.
+        parents: the hypotheses that they continue.
+        ends: bool of their shape, True where the added token is the end symbol.
+        positions: int64 [B], positions of the added tokens.
+        options: arguments of the search.
+    """
+    beam_size = options.beam_size
+    ended = values.masked_fill(~ends, float("-inf"))
+    if options.stops_at_first:
+        is_late = torch.arange(ended.size(1), device=ended.device) >= beam_size
+        # A sentence may take part in some steps after it has finished.
+        is_full = (answers.counts >= beam_size).unsqueeze(1)
+        ended = ended.masked_fill(is_late | is_full, float("-inf"))
+    new_scores = ended / penalty(positions + 1, options.length_penalty).unsqueeze(1)
+    scores, best = torch.cat([answers.scores, new_scores], 1).topk(options.n_best)
+    new_ends = parents + (positions * beam_size).unsqueeze(1)
+    return Answers(
+        scores,
+        torch.cat([answers.log_probabilities, ended], 1).gather(1, best),
+        torch.cat([answers.ends, new_ends], 1).gather(1, best),
+        answers.counts + (ended > float("-inf")).sum(1),
+    )
+
+
+def best_open(values: Tensor, parents: Tensor, last: Tensor, beam_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return values, parents and tokens [B, N] of the best `beam_size` continuations; those that end are -inf."""
+    values, best = values.topk(min(beam_size, values.size(1)))
+    return values, parents.gather(1, best), last.gather(1, best)
+
+
+def may_improve(answers: Answers, totals: Tensor, limit_penalties: Tensor, options: BeamArguments) -> Tensor:
+    """Return bool [B], True for sentences whose search goes on; see `BeamSearch.beam` for the two rules."""
+    is_open = totals[:, 0] > float("-inf")
+    if options.stops_at_first:
+        return is_open & (answers.counts < options.beam_size)
+    # A future answer continues an open hypothesis, so its log-probability p is at most the best open total t. It is not
+    # longer than the limit, so for alpha >= 0 its penalty is at most the limit's. Since p <= t <= 0, its score is
+    # p / penalty <= t / limit_penalty. Where this bound only equals the last answer's score, nothing better can come.
+    return is_open & (answers.scores[:, -1] < totals[:, 0] / limit_penalties)
+
+
+def answer_lengths(answers: Answers, beam_size: int) -> Tensor:
+    """Return the lengths [B, M] of answers, 0 of a missing one."""
+    lengths = answers.ends.div(beam_size, rounding_mode="floor") + 1
+    return lengths.masked_fill(answers.scores == float("-inf"), 0)
+
+
+def trace_back(
+    entries: Tensor, here: Tensor, left: Tensor, eos_id: int, pad_id: int, vocabulary_size: int
+) -> tuple[Tensor, Tensor]:
+    """Return the answers' tokens [B, M] at one position, and the hypotheses [B, M] that they continue.
+
+    Args:
+        entries: int64 [B, N], the search's history at this position: for each hypothesis parent * V + token.
+        here: int64 [B, M], the hypothesis on each answer's path.
+        left: int64 [B, M], number of tokens of each answer behind this position: 0 at its end symbol, negative behind.
+        eos_id, pad_id: ids of the end and padding symbols.
+        vocabulary_size: V.
+    """
+    entries = entries.gather(1, here)
+    others = torch.full_like(entries, pad_id).masked_fill(left == 0, eos_id)
+    is_inside = left > 0
+    tokens = torch.where(is_inside, entries.remainder(vocabulary_size), others)
+    return tokens, torch.where(is_inside, entries.div(vocabulary_size, rounding_mode="floor"), here)
 
 
 def check_search(
@@ -313,9 +435,7 @@ class BeamSearch(nn.Module):
         target_prefix: Tensor | None,
     ) -> BeamResult:
         lengths = torch.full_like(source[:, 0], source.size(1)) if source_mask is None else source_mask.sum(1)
-        limits = lengths + options.max_extra_tokens
-        if self.max_positions > 0:
-            limits = limits.clamp(max=self.max_positions)
+        limits = answer_limits(lengths, options.max_extra_tokens, self.max_positions)
         if target_prefix is not None:
             prefix_lengths(target_prefix, limits, self.vocabulary_size, (self.bos_id, self.eos_id, self.pad_id))
         ends = limits.cumsum(0)
@@ -325,12 +445,12 @@ class BeamSearch(nn.Module):
         if sampling is not None and lines is not None:
             uniforms = draw_uniforms(sampling.seed, lines, limits)
         text = _Text(limits, ends - limits, history, uniforms, target_prefix)
-        results = _no_answers(source.size(0), options.n_best, source.device)
+        results = no_answers(source.size(0), options.n_best, source.device)
         self._decode(text, source, source_mask, results, options)
         return self._backtrace(text, results)
 
     def _decode(
-        self, text: _Text, source: Tensor, source_mask: Tensor | None, results: _Answers, options: BeamArguments
+        self, text: _Text, source: Tensor, source_mask: Tensor | None, results: Answers, options: BeamArguments
     ) -> None:
         """Decode until no sentence is open. Writes `text.history` and `results` in place."""
         beam_size, device, uniforms = options.beam_size, source.device, text.uniforms
@@ -339,7 +459,7 @@ class BeamSearch(nn.Module):
         steps_between_checks = 1 if device.type == "cpu" else 8
         own_slots = torch.eye(beam_size, dtype=torch.bool, device=device)
         batch, cache = self._begin(text, source, source_mask, options)
-        answers = _no_answers(source.size(0), options.n_best, device)
+        answers = no_answers(source.size(0), options.n_best, device)
         num_left, position, shortest_limit = source.size(0), 0, int(batch.limits.min())
         while num_left > 0:
             if batch.paths.size(2) > cache[0][0].size(2):
@@ -356,15 +476,7 @@ class BeamSearch(nn.Module):
             position += 1
             if position % steps_between_checks != 0:
                 continue
-            is_open = batch.totals[:, 0] > float("-inf")
-            if options.stops_at_first:
-                is_open &= answers.counts < beam_size
-            else:
-                # A future answer continues an open hypothesis, so its log-probability p is at most the best open total
-                # t. It is not longer than the limit, so for alpha >= 0 its penalty is at most the limit's. Since p <= t
-                # <= 0, its score is p / penalty <= t / limit_penalty. Where this bound only equals the last answer's
-                # score, nothing better can come.
-                is_open &= answers.scores[:, -1] < batch.totals[:, 0] / batch.limit_penalties
+            is_open = may_improve(answers, batch.totals, batch.limit_penalties, options)
             open_places = is_open.nonzero().squeeze(1)
             num_left = open_places.size(0)
             if num_left == batch.sentences.size(0):
@@ -434,9 +546,7 @@ class BeamSearch(nn.Module):
             options: arguments of the search. N is smaller than the beam size in the first steps.
 
         Returns:
-            Log-probabilities, the hypotheses that are continued, and the tokens that are added. Each is
-            [B, 2 * beam_size], or smaller if there are fewer continuations. It is [B, 1] if beam_size is 1, since
-            greedy search ends at the first end symbol.
+            What `best_continuations` returns.
         """
         start, beam_size, sampling = batch.paths.size(2) - batch.last.size(1), options.beam_size, options.sampling
         # The path of a beam's only hypothesis has all slots.
@@ -444,36 +554,21 @@ class BeamSearch(nn.Module):
         if self.max_positions > 0:
             position = min(position, self.max_positions - 1)  # only finished sentences would go further
         states = self.network.step(batch.last, position, start, cache, batch.source_mask, path_mask)[0]
-        steps = self.network.logits(states).float().log_softmax(-1)
-        steps[:, :, self.pad_id] = float("-inf")
-        steps[:, :, self.bos_id] = float("-inf")
-        # Each hypothesis has one continuation that ends. Of the best 2 * beam_size continuations at most beam_size end,
-        # so beam_size others are left to stay open.
-        count = 2 * beam_size if beam_size > 1 else 1
-        # What is among a sentence's best is among the best of its hypothesis, so the second topk is a small one.
+        steps = next_log_probabilities(self.network.logits(states), self.bos_id, self.pad_id)
+        chosen: Tensor | None = None
         if draws is not None and sampling is not None:
-            ids = choose(steps[:, 0], draws, sampling)[:, None, None]
-            values = steps.gather(-1, ids)
-        else:
-            values, ids = steps.topk(min(count, steps.size(-1)))
-        if forced is not None:
-            is_forced, tokens = (forced >= 0)[:, None, None], forced.clamp(min=0)[:, None, None]
-            only = torch.full_like(values, float("-inf"))
-            only[:, :, :1] = steps.gather(2, tokens.expand(-1, steps.size(1), -1))
-            values, ids = torch.where(is_forced, only, values), torch.where(is_forced, tokens, ids)
-        values = (values + batch.totals.unsqueeze(-1)).flatten(1)
-        values, best = values.topk(min(count, values.size(1)))
-        return values, best.div(ids.size(2), rounding_mode="floor"), ids.flatten(1).gather(1, best)
+            chosen = choose(steps[:, 0], draws, sampling)[:, None, None]
+        return best_continuations(steps, batch.totals, forced, beam_size, chosen)
 
     def _select(
         self,
-        answers: _Answers,
+        answers: Answers,
         values: Tensor,
         parents: Tensor,
         last: Tensor,
         positions: Tensor,
         options: BeamArguments,
-    ) -> tuple[_Answers, Tensor, Tensor, Tensor]:
+    ) -> tuple[Answers, Tensor, Tensor, Tensor]:
         """Split continuations into answers and open hypotheses, and keep the best of each.
 
         Args:
@@ -485,54 +580,40 @@ class BeamSearch(nn.Module):
         Returns:
             The best answers, then the log-probabilities, parents and tokens [B, N] of the open hypotheses, best first.
         """
-        beam_size = options.beam_size
-        ends = last == self.eos_id
+        ends, size = last == self.eos_id, options.beam_size
         # On a GPU the check would cost more than the work it saves.
-        if last.device.type != "cpu" or bool(ends.any()):
-            ended = values.masked_fill(~ends, float("-inf"))
-            if options.stops_at_first:
-                ended[:, beam_size:] = float("-inf")
-                # On a GPU a sentence takes part in some steps after it has finished.
-                ended.masked_fill_((answers.counts >= beam_size).unsqueeze(1), float("-inf"))
-            new_scores = ended / penalty(positions + 1, options.length_penalty).unsqueeze(1)
-            scores, best = torch.cat([answers.scores, new_scores], 1).topk(options.n_best)
-            new_ends = parents + (positions * beam_size).unsqueeze(1)
-            answers = _Answers(
-                scores,
-                torch.cat([answers.log_probabilities, ended], 1).gather(1, best),
-                torch.cat([answers.ends, new_ends], 1).gather(1, best),
-                answers.counts + (ended > float("-inf")).sum(1),
-            )
-            values, best = values.masked_fill(ends, float("-inf")).topk(min(beam_size, values.size(1)))
-            parents, last = parents.gather(1, best), last.gather(1, best)
-        return answers, values[:, :beam_size], parents[:, :beam_size], last[:, :beam_size]
+        if last.device.type == "cpu" and not bool(ends.any()):
+            return answers, values[:, :size], parents[:, :size], last[:, :size]
+        answers = add_answers(answers, values, parents, ends, positions, options)
+        values, parents, last = best_open(values.masked_fill(ends, float("-inf")), parents, last, size)
+        return answers, values, parents, last
 
-    def _backtrace(self, text: _Text, answers: _Answers) -> BeamResult:
+    def _backtrace(self, text: _Text, answers: Answers) -> BeamResult:
         """Read the answers' tokens from the history, from the last token to the first."""
         scores, log_probabilities, ends = answers.scores, answers.log_probabilities, answers.ends
-        beam_size = text.history.size(1)
-        lengths = (ends.div(beam_size, rounding_mode="floor") + 1).masked_fill(scores == float("-inf"), 0)
+        beam_size, vocabulary_size = text.history.size(1), self.vocabulary_size
+        lengths = answer_lengths(answers, beam_size)
         longest = int(lengths.max())
         # The hypothesis [T, M] on each answer's path, at first the one that the end symbol was appended to. An entry of
         # the history is parent * V + token: the token belongs to the answer, the parent leads one position back.
         here = ends.remainder(beam_size)
         tokens = here.new_full([longest, here.size(0), here.size(1)], self.pad_id)
         for step in range(longest - 1, -1, -1):
-            tokens[step].masked_fill_(lengths - 1 == step, self.eos_id)
-            is_inside = step < lengths - 1
-            entries = text.history[text.offsets + (text.limits - 1).clamp(max=step)].gather(1, here)
-            tokens[step] = torch.where(is_inside, entries.remainder(self.vocabulary_size), tokens[step])
-            here = torch.where(is_inside, entries.div(self.vocabulary_size, rounding_mode="floor"), here)
+            entries = text.history[text.offsets + (text.limits - 1).clamp(max=step)]
+            tokens[step], here = trace_back(
+                entries, here, lengths - 1 - step, self.eos_id, self.pad_id, vocabulary_size
+            )
         return BeamResult(tokens.permute(1, 2, 0), lengths, scores, log_probabilities)
 
 
-def _no_answers(batch_size: int, n_best: int, device: torch.device) -> _Answers:
+def no_answers(batch_size: int, n_best: int, device: torch.device) -> Answers:
+    """Return the answers at the beginning of a search."""
     scores = torch.full([batch_size, n_best], float("-inf"), device=device)
     ends = torch.full_like(scores, -1, dtype=torch.int64)
-    return _Answers(scores, scores.clone(), ends, ends.new_zeros([batch_size]))
+    return Answers(scores, scores.clone(), ends, ends.new_zeros([batch_size]))
 
 
-def _store(results: _Answers, sentences: Tensor, answers: _Answers) -> None:
+def _store(results: Answers, sentences: Tensor, answers: Answers) -> None:
     """Write the answers of a batch's sentences to the results, in place."""
     results.scores.index_copy_(0, sentences, answers.scores)
     results.log_probabilities.index_copy_(0, sentences, answers.log_probabilities)
@@ -562,8 +643,8 @@ def _reordered(batch: _Batch, order: Tensor) -> _Batch:
     )
 
 
-def _reordered_answers(answers: _Answers, order: Tensor) -> _Answers:
-    return _Answers(answers.scores[order], answers.log_probabilities[order], answers.ends[order], answers.counts[order])
+def _reordered_answers(answers: Answers, order: Tensor) -> Answers:
+    return Answers(answers.scores[order], answers.log_probabilities[order], answers.ends[order], answers.counts[order])
 
 
 def _move_sentences(cache: Cache, used_slots: int, gaps: Tensor, movers: Tensor, num_left: int) -> Cache:

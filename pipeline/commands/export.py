@@ -6,10 +6,12 @@ The folder appears only when it is complete and all formats agree.
 """
 
 import argparse
+from dataclasses import replace
 
 from data_module.errors import InputError
 from data_module.files import user_path
 from pipeline.export.bundle_folder import FILES, ON_REQUEST, PARITY_SENTENCES, check_bundle_folder
+from pipeline.inference.options import SearchOptions, add_search_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         choices=list(FILES),
         help=f"may be given several times (default: all formats but {', '.join(sorted(ON_REQUEST))})",
+    )
+    add_search_arguments(parser)
+    parser.add_argument(
+        "--n-best",
+        type=int,
+        default=1,
+        metavar="N",
+        help="translations of a sentence that model.pt2 returns (default: 1)",
     )
     parser.add_argument("--quantize", choices=["int8"], help="add CTranslate2's model in int8, for CPUs")
     parser.add_argument(
@@ -40,12 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the bundle and print its path."""
+    options = replace(SearchOptions.given(arguments), n_best=arguments.n_best)
     check_bundle_folder(arguments.folder, arguments.force)
     if arguments.parity_reference and not arguments.parity_source:
         raise InputError("--parity-reference: give --parity-source, the sentences that it translates")
     from pipeline.export.bundle_writer import export  # imports torch
 
     text = arguments.parity_source, arguments.parity_reference
-    export(arguments.checkpoint, arguments.folder, arguments.format, arguments.quantize, text, arguments.data_licence)
+    formats, licences = arguments.format, arguments.data_licence
+    export(arguments.checkpoint, arguments.folder, formats, arguments.quantize, text, licences, options)
     print(arguments.folder)
     return 0

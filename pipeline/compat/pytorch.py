@@ -4,16 +4,12 @@ Each docstring names the public interface that the function stands for, and the 
 found. `tests/pipeline/test_private_api.py` fails when PyTorch moves one of them.
 """
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from torch.export import ExportedProgram
 
 
 def default_store() -> dist.Store:
@@ -60,18 +56,21 @@ def default_compiler_cache() -> str:
     return default_cache_dir()
 
 
-def save_programs(file: BinaryIO, programs: dict[str, "ExportedProgram"], extra_files: dict[str, str]) -> None:
-    """Write several exported programs into one archive.
+def has_while_loop() -> bool:
+    """Return whether this version of PyTorch can export a loop and save it."""
+    return torch.__version__ >= "2.12"
 
-    Public: `torch.export.save`, which takes one program. Seen in 2.11 to 2.13.
+
+def while_loop(condition: Callable[..., Tensor], body: Callable[..., Any], state: Sequence[Any]) -> Any:
+    """Call `body` as often as `condition` says, as one operator of an exported program, and return the last state.
+
+    Args:
+        condition: takes the parts of the state and returns a bool tensor [].
+        body: takes them and returns new ones, of the same shapes and types.
+        state: tensors, tuples and lists of tensors.
+
+    Public: none. Seen in 2.12 to 2.13.
     """
-    from torch.export.pt2_archive._package import package_pt2  # Training needs none of it.
+    from torch._higher_order_ops.while_loop import while_loop as loop  # Training needs none of it.
 
-    package_pt2(file, exported_programs=programs, extra_files=extra_files)
-
-
-def load_programs(path: Path) -> dict[str, "ExportedProgram"]:
-    """Read what `save_programs` wrote. Public: `torch.export.load`, for one program. Seen in 2.11 to 2.13."""
-    from torch.export.pt2_archive._package import load_pt2  # as above
-
-    return load_pt2(str(path)).exported_programs
+    return loop(condition, body, tuple(state))

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from pipeline.export.bundle_folder import FILES, ON_REQUEST, PARITY_SENTENCES, r
 from pipeline.export.card import example_sentence, make_card, readme
 from pipeline.export.formats import FORMATS, Bundle
 from pipeline.export.parity import Parity, Text, compare_formats, parity_text
+from pipeline.inference.options import BY_RECIPE, SearchOptions
 
 
 def export(
@@ -21,6 +23,7 @@ def export(
     quantize: str | None,
     text: tuple[Path | None, Path | None],
     licences: list[str],
+    options: SearchOptions = BY_RECIPE,
 ) -> None:
     """Write a bundle, which appears when it is complete and all formats agree.
 
@@ -31,14 +34,18 @@ def export(
         quantize: see `bundle_files`.
         text: files of sentences to compare formats on and of their references; None for the validation text's.
         licences: licences of the training data.
+        options: settings of the bundle's searches in place of the recipe's.
     """
     path = resolve_checkpoint(checkpoint)
     print(f"exporting {path}", file=sys.stderr)
     model = load_model(path)
+    model = replace(model, decoding=options.in_place_of(model.decoding))
     names = bundle_files(model, formats, quantize)
+    if options.n_best > 1 and "model.pt2" not in names:
+        raise InputError(f"--n-best {options.n_best}: is for model.pt2; other formats take it with each search")
     sentences = parity_text(model, *text, PARITY_SENTENCES)
     with replaced_folder(folder) as new:
-        write_bundle(model, new, names, sentences, licences)
+        write_bundle(model, new, names, sentences, licences, options.n_best)
 
 
 def bundle_files(model: TrainedModel, formats: list[str] | None, quantize: str | None) -> list[str]:
@@ -66,11 +73,13 @@ def bundle_files(model: TrainedModel, formats: list[str] | None, quantize: str |
         except InputError as error:
             if formats:
                 raise
-            print(f"without {name}/: {error}", file=sys.stderr)
+            print(f"without {name}: {error}", file=sys.stderr)
     return names
 
 
-def write_bundle(model: TrainedModel, folder: Path, names: list[str], text: Text, licences: list[str]) -> None:
+def write_bundle(
+    model: TrainedModel, folder: Path, names: list[str], text: Text, licences: list[str], n_best: int = 1
+) -> None:
     """Write all files into an empty folder.
 
     Args:
@@ -79,6 +88,7 @@ def write_bundle(model: TrainedModel, folder: Path, names: list[str], text: Text
         names: files and folders to write, from `bundle_files`.
         text: sentences to compare formats on.
         licences: licences of the training data.
+        n_best: number of answers to a sentence that `model.pt2` returns.
 
     Raises:
         InputError: a format's translations differ from the checkpoint's.
@@ -88,11 +98,11 @@ def write_bundle(model: TrainedModel, folder: Path, names: list[str], text: Text
     parity = Parity(model, text)
     about = {"text": text.name, "sentences": len(parity.sources)}
     scores = {name: value for name, value in parity.figures.items() if name.startswith(parity.metric)}
-    card, penalty = make_card(model, about | scores, licences), parity.power_penalty()
+    card, penalty = make_card(model, about | scores, licences, n_best), parity.power_penalty()
     if any(name.startswith("ctranslate2") for name in names):
         card["ctranslate2_length_penalty"] = penalty
     card_text = json.dumps(card, indent=2, ensure_ascii=False) + "\n"
-    bundle = Bundle(model, folder, card_text, penalty)
+    bundle = Bundle(model, folder, card_text, penalty, n_best)
     for name in names:
         print(f"writing {name}", file=sys.stderr)
         FORMATS[name].write(bundle, folder / name)

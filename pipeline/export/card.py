@@ -23,13 +23,14 @@ from pipeline.runtime.launch import versions
 TEMPLATES = Path(__file__).with_name("templates")
 
 
-def make_card(model: TrainedModel, scores: PlainValues, licences: list[str]) -> PlainValues:
+def make_card(model: TrainedModel, scores: PlainValues, licences: list[str], n_best: int = 1) -> PlainValues:
     """Return the card as JSON values.
 
     Args:
         model: the checkpoint.
         scores: that of the metric of `run.best_by`, its signature and the name of the text.
         licences: licences of the training data, as the user gave them.
+        n_best: number of answers to a sentence that `model.pt2` returns.
     """
     tokenizer, decoding, corpus = model.tokenizer, model.decoding, model.recipe["corpus"]
     return {
@@ -51,6 +52,7 @@ def make_card(model: TrainedModel, scores: PlainValues, licences: list[str]) -> 
         "length_penalty": decoding.length_penalty,
         "max_extra_tokens": decoding.max_extra_tokens,
         "stop_rule": decoding.stop_rule,
+        "n_best": n_best,
         "scores": scores,
         "data": _data(Path(corpus["folder"]), tokenizer.sha256),
         "data_licences": licences or "not given",

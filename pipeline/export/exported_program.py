@@ -1,14 +1,18 @@
-"""`model.pt2` and `onnx/`: encoder and decoding step for torch.export and ONNX Runtime. The caller writes the loop.
+"""`model.pt2`: beam search as one program of torch.export, which PyTorch recommends in place of TorchScript.
 
-A step is a pure function of R hypotheses, each with a source of its own. It takes their keys and values and returns
-longer ones, which the caller may reorder. All dimensions but those of the network are dynamic.
+The program takes ids [B, S] and a mask [B, S] and returns what `BeamSearch.beam` returns. Beam size, length penalty,
+stop rule, number of answers and largest number of extra tokens are constants of it. Its loop is a `while_loop` over
+tensors of fixed shapes: the cache has slots for the longest answer that the batch allows, no sentence leaves the batch,
+and a sentence has all its hypotheses from the first step on, of which all but one have probability 0.
 
-Shapes: R hypotheses, S source length, P previous tokens, H heads, K d_k, V d_v, N decoder layers.
+Shapes: B sentences, S source length, N hypotheses per sentence, M answers per sentence, L length of the longest allowed
+answer.
 """
 
 import logging
+import operator
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,24 +22,29 @@ from torch import Tensor, nn
 
 from data_module.errors import InputError
 from model.attention_maps import sharing_copy
+from model.decoding import (
+    Answers,
+    BeamArguments,
+    BeamResult,
+    add_answers,
+    answer_lengths,
+    answer_limits,
+    best_continuations,
+    best_open,
+    may_improve,
+    next_log_probabilities,
+    no_answers,
+    penalty,
+    trace_back,
+)
 from model.transformer import PaddedTransformer, SinusoidalPositions, Transformer, sinusoidal_table
-from pipeline.compat.pytorch import load_programs, save_programs
-from pipeline.export.support import require_package
+from pipeline.checkpointing.checkpoint import TrainedModel
+from pipeline.compat.pytorch import has_while_loop, while_loop
 
-INPUTS = {
-    "encode": ["source", "source_mask"],
-    "step": ["last", "keys", "values", "cross_keys", "cross_values", "source_mask"],
-}
-OUTPUTS = {"encode": ["cross_keys", "cross_values"], "step": ["logits", "longer_keys", "longer_values"]}
-"""The programs of both formats, and how ONNX names their inputs and outputs."""
-
-
-class Program(NamedTuple):
-    """What torch.export has made of a module."""
-
-    exported: torch.export.ExportedProgram
-    dimensions: tuple[dict[int, Any], ...]
-    """For each input, the names of its dynamic dimensions."""
+Specials = tuple[int, int, int]
+"""Ids of the begin, end and padding symbols."""
+Memory = list[tuple[Tensor, Tensor]]
+"""For each decoder layer, keys and values of cross-attention."""
 
 
 class ComputedPositions(nn.Module):
@@ -50,59 +59,7 @@ class ComputedPositions(nn.Module):
         return sinusoidal_table(length, self.d_model, start)
 
 
-class Encode(nn.Module):
-    """The encoder and the cross-attention's keys and values."""
-
-    def __init__(self, network: Transformer) -> None:
-        super().__init__()
-        network = _with_computed_positions(network)
-        # Only the cross-attention of each decoder layer, so that nothing unused is written.
-        layers = (nn.ModuleDict({"cross_attention": layer.cross_attention}) for layer in network.decoder)  # type: ignore
-        network.decoder = nn.ModuleList(layers)
-        self.network = PaddedTransformer(network)
-
-    def forward(self, source: Tensor, source_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Map ids [R, S] and mask [R, S] to the cross-attention's keys [N, R, H, S, K] and values [N, R, H, S, V]."""
-        cache = self.network.init_cache(self.network.encode(source, source_mask), 0)
-        return torch.stack([layer[2] for layer in cache]), torch.stack([layer[3] for layer in cache])
-
-
-class Step(nn.Module):
-    """One decoding step of every hypothesis."""
-
-    def __init__(self, network: Transformer) -> None:
-        super().__init__()
-        network = _with_computed_positions(network)
-        network.encoder = nn.ModuleList()
-        self.network = PaddedTransformer(network)
-
-    def forward(
-        self,
-        last: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        cross_keys: Tensor,
-        cross_values: Tensor,
-        source_mask: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the next token's logits [R, vocabulary], and keys and values with one more position.
-
-        Args:
-            last: int64 ids [R], the newest token of each hypothesis.
-            keys: self-attention's keys [N, R, H, P, K]; P is 0 at the first step.
-            values: self-attention's values [N, R, H, P, V].
-            cross_keys: cross-attention's keys from `Encode`.
-            cross_values: cross-attention's values from `Encode`.
-            source_mask: bool [R, S], True at tokens.
-        """
-        # A sentence has one hypothesis, whose path has all slots. The cache has no free slot, so it is not written to.
-        position, cache = keys.size(3), list(zip(keys, values, cross_keys, cross_values, strict=True))
-        states, cache = self.network.step(last.unsqueeze(1), position, position, cache, source_mask, None)
-        longer = torch.stack([layer[0] for layer in cache]), torch.stack([layer[1] for layer in cache])
-        return self.network.logits(states).squeeze(1), *longer
-
-
-def _with_computed_positions(network: Transformer) -> Transformer:
+def with_computed_positions(network: Transformer) -> Transformer:
     """Return a copy that shares all weights and has no table of sinusoids."""
     network = sharing_copy(network)
     if isinstance(network.positions, SinusoidalPositions):
@@ -110,82 +67,125 @@ def _with_computed_positions(network: Transformer) -> Transformer:
     return network
 
 
-def write_exported_program(network: Transformer, card: str, path: Path) -> None:
-    """Write the programs `encode` and `step` and the card into one file."""
-    programs = {name: program.exported for name, program in export_programs(network).items()}
-    with _quiet(), path.open("wb") as file:
-        save_programs(file, programs, {"card.json": card})
+class SearchProgram(nn.Module):
+    """`BeamSearch.beam` in operations that torch.export records."""
+
+    def __init__(self, network: Transformer, specials: Specials, options: BeamArguments) -> None:
+        super().__init__()
+        self.network = PaddedTransformer(with_computed_positions(network))
+        self.bos_id, self.eos_id, self.pad_id = specials
+        self.options, self.vocabulary_size = options, network.vocabulary_size
+        self.max_positions = network.positions.max_positions
+
+    def forward(self, source: Tensor, source_mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return tokens [B, M, L], lengths, scores and log-probabilities [B, M]; see `BeamResult`.
+
+        Args:
+            source: int64 ids [B, S].
+            source_mask: bool [B, S], True at tokens.
+
+        Raises:
+            RuntimeError: an id is not in the vocabulary, or a sentence has no token.
+        """
+        self._check(source, source_mask)
+        options, size = self.options, self.options.beam_size
+        count, length = source.size(0), source.size(1) + options.max_extra_tokens
+        limits = answer_limits(source_mask.sum(1), options.max_extra_tokens, self.max_positions)
+        limit_penalties = penalty(limits, options.length_penalty)
+        cache = self.network.init_cache(self.network.encode(source, source_mask), length * size)
+        memory = [layer[2:] for layer in cache]
+        is_first = torch.arange(size) == 0
+        start = _State(
+            torch.zeros([], dtype=torch.int64),
+            torch.where(is_first, 0.0, float("-inf")).expand(count, -1).contiguous(),
+            torch.full([count, size], self.bos_id),
+            torch.zeros([count, size, length * size], dtype=torch.bool),
+            torch.zeros([length, count, size], dtype=torch.int64),
+            no_answers(count, options.n_best, source.device),
+            [layer[:2] for layer in cache],
+        )
+
+        def goes_on(*state: Any) -> Tensor:
+            here = _State(*state)
+            return may_improve(here.answers, here.totals, limit_penalties, options).any()
+
+        def step(*state: Any) -> _State:
+            return self._step(_State(*state), memory, source_mask, limits)
+
+        end = _State(*while_loop(goes_on, step, start))
+        lengths = answer_lengths(end.answers, size)
+        tokens = self._trace_back(end.history, end.answers.ends.remainder(size), lengths)
+        return tokens, lengths, end.answers.scores, end.answers.log_probabilities
+
+    def _check(self, source: Tensor, source_mask: Tensor) -> None:
+        is_outside = (source < 0) | (source >= self.vocabulary_size)
+        torch._assert_async(~is_outside.any(), f"source ids must be 0 .. {self.vocabulary_size - 1}")
+        torch._assert_async(source_mask.any(1).all(), "source_mask leaves a sentence without any token")
+
+    def _step(self, state: "_State", memory: Memory, source_mask: Tensor, limits: Tensor) -> "_State":
+        """Return the state after one more position, with new tensors: a loop's body may not write to its inputs."""
+        options, size = self.options, self.options.beam_size
+        position = int(state.place.item())
+        start = position * size
+        torch._check(start >= 0)
+        paths, history = state.paths.clone(), state.history.clone()
+        cache = [(k.clone(), v.clone(), *cross) for (k, v), cross in zip(state.keys_values, memory, strict=True)]
+        for keys, values, _, _ in cache:
+            for slots in (keys.size(2), values.size(2)):
+                torch._check(start + size <= slots)
+                torch._check(start != slots)
+        if self.max_positions > 0:
+            torch._check(position < self.max_positions)
+        own_slots = torch.eye(size, dtype=torch.bool)
+        paths.narrow(2, start, size).copy_(own_slots.expand(paths.size(0), -1, -1))
+        used = paths.narrow(2, 0, start + size)
+        states = self.network.step(state.last, position, start, cache, source_mask, used)[0]
+        steps = next_log_probabilities(self.network.logits(states), self.bos_id, self.pad_id)
+        forced = torch.where(position + 1 >= limits, self.eos_id, -1)
+        values, parents, last = best_continuations(steps, state.totals, forced, size)
+        ends = last == self.eos_id
+        answers = add_answers(state.answers, values, parents, ends, torch.full_like(limits, position), options)
+        totals, parents, last = best_open(values.masked_fill(ends, float("-inf")), parents, last, size)
+        history.narrow(0, position, 1).copy_((parents * self.vocabulary_size + last).unsqueeze(0))
+        paths = paths.gather(1, parents.unsqueeze(2).expand(-1, -1, paths.size(2)))
+        return _State(state.place + 1, totals, last, paths, history, answers, [layer[:2] for layer in cache])
+
+    def _trace_back(self, history: Tensor, here: Tensor, lengths: Tensor) -> Tensor:
+        """Return the answers' tokens [B, M, L], read from the history [L, B, N] as `BeamSearch` does."""
+
+        def goes_on(step: Tensor, here: Tensor, tokens: Tensor) -> Tensor:
+            return (step >= 0).any()
+
+        def back(step: Tensor, here: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            entries, left = history.index_select(0, step)[0], lengths - 1 - step
+            row, here = trace_back(entries, here, left, self.eos_id, self.pad_id, self.vocabulary_size)
+            return step - 1, here, tokens.index_copy(0, step, row.unsqueeze(0))
+
+        tokens = torch.full([history.size(0), here.size(0), here.size(1)], self.pad_id)
+        tokens = while_loop(goes_on, back, (torch.full([1], history.size(0) - 1), here, tokens))[2]
+        return tokens.permute(1, 2, 0)
 
 
-def load_exported_program(path: Path) -> dict[str, Any]:
-    """Load the programs `encode` and `step` as callable modules."""
-    with _quiet():
-        programs = load_programs(path)
-    return {name: program.module() for name, program in programs.items()}
+class _State(NamedTuple):
+    """What a step takes and returns."""
 
-
-def export_programs(network: Transformer) -> dict[str, Program]:
-    """Export `Encode` and `Step` with a dynamic number of rows, source length and number of previous tokens."""
-    longest = network.positions.max_positions
-    rows = torch.export.Dim("rows")
-    length = torch.export.Dim("source_length", max=longest or None)
-    past = torch.export.Dim("past", max=longest - 1 if longest else None)
-    source, encode = torch.full([2, 3], 4), Encode(network)
-    text, text_dimensions = (source, source > 0), ({0: rows, 1: length},) * 2
-    with torch.no_grad():
-        cross = encode(*text)
-    own = [values[:, :, :, :2].contiguous() for values in cross]
-    step_dimensions = ({0: rows}, *({1: rows, 3: past},) * 2, *({1: rows, 3: length},) * 2, {0: rows, 1: length})
-    return {
-        "encode": _exported(encode, text, text_dimensions),
-        "step": _exported(Step(network), (source[:, 0], *own, *cross, source > 0), step_dimensions),
-    }
-
-
-def _exported(module: nn.Module, arguments: tuple[Any, ...], dimensions: tuple[dict[int, Any], ...]) -> Program:
-    with torch.no_grad(), _quiet():
-        return Program(torch.export.export(module.eval(), arguments, dynamic_shapes=dimensions), dimensions)
-
-
-def require_onnx() -> None:
-    """Raise InputError if ONNX Runtime or the package that writes ONNX files is not installed."""
-    for name in ("onnxruntime", "onnxscript"):  # PyTorch imports the second
-        require_package(name, "onnx")
-
-
-def write_onnx(network: Transformer, folder: Path) -> None:
-    """Write `encode.onnx` and `step.onnx` into a new folder.
-
-    Raises:
-        InputError: an operator of the network has no form in ONNX.
-    """
-    folder.mkdir()
-    for name, program in export_programs(network).items():
-        with _quiet():
-            try:
-                converted = torch.onnx.export(
-                    program.exported,
-                    input_names=INPUTS[name],
-                    output_names=OUTPUTS[name],
-                    dynamic_shapes=program.dimensions,
-                    dynamo=True,
-                    verbose=False,
-                )
-            except torch.onnx.errors.OnnxExporterError as error:
-                reason = " ".join(str(error.__cause__ or error).split())
-                raise InputError(
-                    f"PyTorch cannot write the {name} program of this network as ONNX ({reason[:200]}); leave out "
-                    "--format onnx"
-                ) from error
-        assert converted is not None
-        for node in converted.model.graph.all_nodes():
-            # Where in the sources each operator comes from, with paths of this machine.
-            node.metadata_props.clear()
-        converted.save(folder / f"{name}.onnx")
+    place: Tensor
+    """int64 [], the position of the tokens that the step reads."""
+    totals: Tensor
+    """float32 [B, N], log-probabilities of the open hypotheses, best first; -inf for one that is missing."""
+    last: Tensor
+    """int64 [B, N], their last tokens."""
+    paths: Tensor
+    """bool [B, N, L * N], True at the cache slots on their paths."""
+    history: Tensor
+    """int64 [L, B, N], for each position and hypothesis parent * V + token."""
+    answers: Answers
+    keys_values: list[tuple[Tensor, Tensor]]
+    """For each decoder layer, the cache of self-attention."""
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Hide what PyTorch says about packages that are not needed and about its own deprecated calls."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
@@ -198,19 +198,72 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def load_onnx(folder: Path) -> dict[str, Callable[..., Any]]:
-    """Load `encode` and `step` as functions from tensors to a tuple of tensors, on the CPU."""
-    runtime = require_package("onnxruntime", "onnx")
-    options = runtime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
+def require_exported_program() -> None:
+    """Raise InputError if this version of PyTorch cannot export a loop."""
+    if not has_while_loop():
+        raise InputError(f"PyTorch {torch.__version__} cannot export a search; install 2.13 to write model.pt2")
 
-    def load(name: str) -> Callable[..., Any]:
-        session = runtime.InferenceSession(folder / f"{name}.onnx", options, providers=["CPUExecutionProvider"])
 
-        def run(*inputs: Tensor) -> tuple[Tensor, ...]:
-            arrays = {key: tensor.numpy() for key, tensor in zip(INPUTS[name], inputs, strict=True)}
-            return tuple(torch.from_numpy(array) for array in session.run(None, arrays))
+def write_exported_program(model: TrainedModel, n_best: int, card: str, path: Path) -> None:
+    """Write the search that the model's settings describe, and the card, into one file.
 
-        return run
+    Raises:
+        InputError: torch.export cannot record the network.
+    """
+    tokenizer, decoding = model.tokenizer, model.decoding
+    specials = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
+    options = BeamArguments(
+        decoding.beam_size, decoding.length_penalty, decoding.max_extra_tokens, n_best, decoding.stop_rule == "first"
+    )
+    search = SearchProgram(model.network, specials, options).eval()
+    try:
+        with quiet():
+            program = exported_search(search)
+    except Exception as error:  # of many kinds, which torch.export does not name
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"PyTorch cannot export the search of this network ({reason[:200]}); leave out --format pt2"
+        ) from error
+    with quiet(), path.open("wb") as file:
+        torch.export.save(program, file, extra_files={"card.json": card})
 
-    return {name: load(name) for name in INPUTS}
+
+def exported_search(search: SearchProgram) -> torch.export.ExportedProgram:
+    """Export a search with a dynamic number of sentences and source length."""
+    dynamic = torch.export.Dim.DYNAMIC
+    source = torch.full([3, 5], search.eos_id)
+    with torch.no_grad():
+        program = torch.export.export(search, (source, source >= 0), dynamic_shapes=({0: dynamic, 1: dynamic},) * 2)
+    for graph in (
+        module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)
+    ):
+        for node in graph.find_nodes(op="call_function", target=torch.sym_sum):
+            _replace_by_additions(graph, node)
+    return program
+
+
+def _replace_by_additions(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Replace a sum of sizes, which torch.export cannot save."""
+    terms: Any = node.args[0]
+    total, *others = terms
+    with graph.inserting_before(node):
+        for other in others:
+            total = graph.call_function(operator.add, (total, other))
+            total.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(total)
+    graph.erase_node(node)
+
+
+class ExportedSearch:
+    """`model.pt2`, to be called like a `BeamSearch`. It has its own settings and ignores those of the call."""
+
+    def __init__(self, path: Path) -> None:
+        with quiet():
+            self.program = torch.export.load(path).module()
+
+    @torch.no_grad()
+    def beam(self, source: Tensor, source_mask: Tensor | None, *settings: object) -> BeamResult:
+        """Return the answers to padded ids [B, S]."""
+        return BeamResult(
+            *self.program(source, torch.ones_like(source, dtype=torch.bool) if source_mask is None else source_mask)
+        )

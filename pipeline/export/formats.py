@@ -14,14 +14,9 @@ from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export.card import model_card
 from pipeline.export.cpp_program import WEIGHTS, compile_cpp, require_compiled, write_cpp
 from pipeline.export.ctranslate2_model import require_ctranslate2, write_ctranslate2
-from pipeline.export.exported_program import (
-    load_exported_program,
-    load_onnx,
-    require_onnx,
-    write_exported_program,
-    write_onnx,
-)
+from pipeline.export.exported_program import ExportedSearch, require_exported_program, write_exported_program
 from pipeline.export.huggingface_model import require_marian, require_transformers, write_huggingface
+from pipeline.export.onnx_model import load_onnx, require_onnx, write_onnx
 from pipeline.export.support import require_package
 from pipeline.export.torchscript import write_torchscript
 from pipeline.inference.loading import load_torchscript
@@ -41,6 +36,8 @@ class Bundle(NamedTuple):
     """Text of `card.json`, which some formats hold as well."""
     power_penalty: float
     """Length penalty for the beam search of CTranslate2 and Transformers."""
+    n_best: int = 1
+    """Number of answers to a sentence that `model.pt2` returns."""
 
 
 class Answer(NamedTuple):
@@ -57,7 +54,10 @@ class Runner:
 
     own_beam = False
     """Whether its beam search has this project's rules, so that it has to find what the checkpoint's search finds."""
+    n_best: int | None = None
+    """Number of answers to a sentence that its beam search returns, if `own_beam`; None for the whole beam."""
     has_beam = True
+    has_greedy = True
 
     def __init__(self, model: TrainedModel) -> None:
         """`model` is the checkpoint."""
@@ -95,7 +95,7 @@ def in_batches(sources: list[Ids], search: Callable[[list[Ids]], list[Any]], one
 
 
 class SearchRunner(Runner):
-    """A `BeamSearch`, the checkpoint's or one loaded from TorchScript, or a `CompiledSearch`."""
+    """A `BeamSearch`, the checkpoint's or one loaded from TorchScript, an `ExportedSearch`, or a `CompiledSearch`."""
 
     own_beam = True
 
@@ -132,7 +132,7 @@ class SearchRunner(Runner):
 
 
 class ProgramRunner(Runner):
-    """The programs `encode` and `step` of `model.pt2` or `onnx/`, with a greedy decoding loop over batches."""
+    """The programs `encode` and `step` of `onnx/`, with a greedy decoding loop over batches."""
 
     has_beam = False
 
@@ -272,6 +272,12 @@ def _load_torchscript(bundle: Bundle, path: Path, precision: str) -> Runner:
     return SearchRunner(load_torchscript(path).to(getattr(torch, precision)), bundle.model)
 
 
+def _load_exported_program(bundle: Bundle, path: Path, precision: str) -> Runner:
+    runner = SearchRunner(ExportedSearch(path), bundle.model)
+    runner.n_best, runner.has_greedy = bundle.n_best, False
+    return runner
+
+
 def _load_cpp(bundle: Bundle, folder: Path, precision: str) -> Runner:
     tokenizer = bundle.model.tokenizer
     ids = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
@@ -298,9 +304,9 @@ FORMATS = {
         ("float32", "bfloat16"),
     ),
     "model.pt2": Format(
-        lambda model: None,
-        lambda bundle, path: write_exported_program(bundle.model.network, bundle.card, path),
-        lambda bundle, path, precision: ProgramRunner(load_exported_program(path), bundle.model),
+        lambda model: require_exported_program(),
+        lambda bundle, path: write_exported_program(bundle.model, bundle.n_best, bundle.card, path),
+        _load_exported_program,
     ),
     "onnx": Format(
         lambda model: require_onnx(),

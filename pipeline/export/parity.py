@@ -202,9 +202,10 @@ class Parity:
             figures["search"] = "greedy"
         messages: list[str] = []
         if bounded:
-            judged = [("", *self.beam_against(beam))] if runner.own_beam else []
-            greedy = runner.greedy(self.sources) if runner.has_beam else [answer for answer, *_ in beam]
-            judged.append(("greedy ", *self.greedy_against(greedy)))
+            judged = [("", *self.beam_against(beam, runner.n_best))] if runner.own_beam else []
+            if runner.has_greedy:
+                greedy = runner.greedy(self.sources) if runner.has_beam else [answer for answer, *_ in beam]
+                judged.append(("greedy ", *self.greedy_against(greedy)))
             for kind, outcomes, differences in judged:
                 figures |= {f"{kind}{name}".replace(" ", "_"): outcomes.count(name) for name in OUTCOMES}
                 difference = largest(differences)
@@ -219,8 +220,11 @@ class Parity:
             messages += runner.tokenizer_differences(self.texts, self.sources, answers)
         return {**figures, **measured}, messages
 
-    def beam_against(self, beams: list[list[Answer]]) -> tuple[list[str], list[float]]:
-        """Return whether each best answer is equal, tied or different, and how far n-best scores are from the truth."""
+    def beam_against(self, beams: list[list[Answer]], n_best: int | None = None) -> tuple[list[str], list[float]]:
+        """Return whether each best answer is equal, tied or different, and how far n-best scores are from the truth.
+
+        `beams` have the best `n_best` answers, or the whole beam if it is None.
+        """
         outcomes, differences, alpha = [], [], self.settings.length_penalty
         # At once, because together they take less time.
         self.truth.log_probabilities(
@@ -229,9 +233,9 @@ class Parity:
         for source, ours, theirs in zip(self.sources, self.beam, beams, strict=True):
             outcomes.append(self._outcome(source, ours[0].tokens, theirs[0].tokens, alpha))
             # Sorted, because hypotheses that tie may be in another order.
-            scores = sorted((self._score(source, answer.tokens, alpha) for answer in ours), reverse=True)
+            scores = sorted((self._score(source, answer.tokens, alpha) for answer in ours), reverse=True)[:n_best]
             differences += [abs(score - answer.score) for score, answer in zip(scores, theirs, strict=False)]
-            if len(ours) != len(theirs):
+            if len(scores) != len(theirs):
                 differences.append(math.inf)
         return outcomes, differences
 

@@ -92,7 +92,8 @@ def test_files_of_a_bundle(bundle: Path, tiny_corpus: Path) -> None:
     parity = json.loads((bundle / "parity.json").read_text())
     for name in ("model.ts", "model.pt2", "onnx", "ctranslate2", "huggingface", "cpp"):
         exact = parity[name]["float32"]
-        assert exact["greedy_equal"] + exact["greedy_tied"] == parity["sentences"] == 40
+        kind = "" if name == "model.pt2" else "greedy_"
+        assert exact[f"{kind}equal"] + exact[f"{kind}tied"] == parity["sentences"] == 40
         assert exact["target_tokens_per_second"] > 0
         assert parity[name]["size_bytes"] > 1000
     for name in ("model.ts", "cpp"):
@@ -111,7 +112,7 @@ def test_python_programs_of_the_readme(bundle: Path, beam: list[str], greedy: li
     # The length penalties of CTranslate2 and Transformers, and the end of their beam searches, are others.
     program = program.replace('{"beam_size": card["beam_size"]', '{"beam_size": 1')
     program = program.replace("**batch, ", "**batch, num_beams=1, ")
-    expected = beam if name in ("model.ts", "cpp/") else greedy
+    expected = beam if name in ("model.ts", "model.pt2", "cpp/") else greedy
     assert outputs(program, SENTENCES, bundle) == expected
 
 
@@ -154,19 +155,50 @@ def test_the_program_in_cpp_without_a_library(bundle: Path, beam: list[str]) -> 
     assert (done.returncode, done.stderr) == (1, "weights.bin is not a whole file of weights\n")
 
 
-def test_cpp_finds_what_python_finds(bundle: Path, tmp_path: Path) -> None:
+def build_with_libtorch(folder: Path, program: str, target: str) -> Path:
+    """Build tests/export/cpp, with a README's program, in a folder. Returns where the executables are."""
     assert shutil.which("cmake"), "no cmake here: apt-get install cmake g++"
-    [program] = blocks(bundle, "model.ts", "cpp")
-    (tmp_path / "readme.cpp").write_text(program)
-    build = tmp_path / "build"
+    (folder / "readme.cpp").write_text(program)
+    build = folder / "build"
     torch_folder = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
-    with_readme = f"-DREADME_PROGRAM={tmp_path / 'readme.cpp'}"
+    with_readme = f"-DREADME_PROGRAM={folder / 'readme.cpp'}"
     for command in (
         ["cmake", "-S", HERE / "cpp", "-B", build, "-DCMAKE_BUILD_TYPE=Release", torch_folder, with_readme],
-        ["cmake", "--build", build, "--parallel", "2"],
+        ["cmake", "--build", build, "--parallel", "2", "--target", target],
     ):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
+    return build
+
+
+def test_the_compiled_search_in_python_and_cpp(bundle: Path, beam: list[str], tmp_path: Path) -> None:
+    _, program = blocks(bundle, "model.pt2", "python")
+    shutil.copy(bundle / "model.pt2", tmp_path)
+    done = subprocess.run([sys.executable, "-I", "-c", program], cwd=tmp_path, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    search = torch._inductor.aoti_load_package(str(tmp_path / "compiled.pt2"))
+    card = json.loads((bundle / "card.json").read_text())
+    tokenizer = Tokenizer((bundle / "tokenizer.model").read_bytes())
+    sources = [[*ids.tolist(), card["eos_id"]] for ids in tokenizer.encode(SENTENCES)]
+    longest = max(map(len, sources))
+    source = torch.tensor([row + [0] * (longest - len(row)) for row in sources])
+    tokens, lengths, _, _ = search(source, source > 0)
+    found = [row[: length - 1] for row, length in zip(tokens[:, 0].tolist(), lengths[:, 0].tolist(), strict=True)]
+    assert tokenizer.decode(found) == beam
+    for wrong, mask in ((source + 60, source > 0), (source - 60, source > 0), (source, source < 0)):
+        with pytest.raises(RuntimeError):
+            search(wrong, mask)
+    [program] = blocks(bundle, "model.pt2", "cpp")
+    text = "".join(" ".join(map(str, row)) + "\n" for row in sources)
+    command = build_with_libtorch(tmp_path, program, "readme") / "readme"
+    ran = subprocess.run(command, cwd=tmp_path, input=text, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == [" ".join(map(str, [*row, card["eos_id"]])) for row in found]
+
+
+def test_cpp_finds_what_python_finds(bundle: Path, tmp_path: Path) -> None:
+    [program] = blocks(bundle, "model.ts", "cpp")
+    build = build_with_libtorch(tmp_path, program, "all")
     extra = {"card.json": "", "tokenizer.model": ""}
     model = torch.jit.load(bundle / "model.ts", _extra_files=extra)
     card = json.loads(extra["card.json"])

@@ -19,10 +19,11 @@ from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
 from pipeline.__main__ import main
 from pipeline.checkpointing.checkpoint import TrainedModel
-from pipeline.export import exported_program, torchscript
+from pipeline.export import onnx_model, torchscript
 from pipeline.export.bundle_folder import FILES, ON_REQUEST
 from pipeline.export.bundle_writer import bundle_files, write_bundle
 from pipeline.export.card import readme
+from pipeline.export.exported_program import ExportedSearch
 from pipeline.export.formats import FORMATS
 from pipeline.export.parity import Text
 from pipeline.inference.bundle_folder import bundle_of
@@ -89,9 +90,10 @@ def test_every_format_agrees_for_each_shape(tokenizer: Tokenizer, tmp_path: Path
         return
     with pytest.raises(torch.jit.Error, match="longer than the network's 24 positions"):
         search.greedy(source, None, 1)
-    for load, name in ((exported_program.load_exported_program, "model.pt2"), (exported_program.load_onnx, "onnx")):
-        with pytest.raises(Exception, match="24"):
-            load(tmp_path / name)["encode"](source, torch.ones_like(source, dtype=torch.bool))
+    with pytest.raises(Exception, match="24"):
+        onnx_model.load_onnx(tmp_path / "onnx")["encode"](source, torch.ones_like(source, dtype=torch.bool))
+    with pytest.raises(Exception, match="24"):
+        ExportedSearch(tmp_path / "model.pt2").beam(source, None)
 
 
 @pytest.mark.parametrize("name", ["model.ts", "model.pt2", "ctranslate2", "huggingface"])
@@ -142,7 +144,7 @@ def test_a_format_whose_package_is_missing_is_refused_or_left_out(
         bundle_files(model, [name], None)
     assert set(bundle_files(model, None, None)) == {FILES[one] for one in FILES.keys() - ON_REQUEST - {name}}
     said = capsys.readouterr().err
-    assert (f"without {name}/: {package} is not installed" in said) == (name not in ON_REQUEST)
+    assert (f"without {name}: {package} is not installed" in said) == (name not in ON_REQUEST)
 
 
 def test_the_programs_of_the_readme_stop_as_the_recipe_says(
@@ -219,6 +221,8 @@ def test_what_export_refuses(
     assert f"{empty}: has no sentences" in refused(best, "--parity-source", empty)
     assert "give --parity-source" in refused(best, "--parity-reference", empty)
     assert "--quantize int8: is for ctranslate2" in refused(best, "--format", "pt2", "--quantize", "int8")
+    assert "--n-best 2: is for model.pt2" in refused(best, "--format", "torchscript", "--n-best", 2)
+    assert "--n-best 9: is more than the beam, 2" in refused(best, "--format", "pt2", "--n-best", 9, "--beam", 2)
     folder.mkdir()
     (folder / "letter.txt").write_text("mine")
     assert "not empty and not a bundle" in refused(best, "--force")

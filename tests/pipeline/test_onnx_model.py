@@ -1,4 +1,4 @@
-"""`onnx/` and `model.pt2` of a bundle: their decoding step and encoder beside the network's, at late positions."""
+"""`onnx/` of a bundle: its decoding step and encoder beside the network's, at late positions."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import torch
 from data_module.errors import InputError
 from model.settings import NetworkSettings
 from model.transformer import PaddedTransformer, Transformer
-from pipeline.export.exported_program import load_exported_program, load_onnx, write_exported_program, write_onnx
+from pipeline.export.onnx_model import load_onnx, write_onnx
 from tests.conftest import ROOT
 from tests.model.search_truth import trained_network
 
@@ -25,15 +25,13 @@ def network() -> Transformer:
 def written(network: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bundle") / "onnx"
     write_onnx(network, folder)
-    write_exported_program(network, "{}", folder.with_name("model.pt2"))
     return folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["onnx", "model.pt2"])
-def test_sinusoids_are_exact_at_late_positions(network: Transformer, written: Path, name: str) -> None:
+def test_sinusoids_are_exact_at_late_positions(network: Transformer, written: Path) -> None:
     """In float32, their angles would be wrong by 1e-4 at position 1,000."""
-    programs = load_onnx(written) if name == "onnx" else load_exported_program(written.with_name(name))
+    programs = load_onnx(written)
     torch.manual_seed(1)
     source = torch.randint(4, network.vocabulary_size, (1, LONG))
     mask = torch.ones_like(source, dtype=torch.bool)

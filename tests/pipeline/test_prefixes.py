@@ -52,7 +52,7 @@ def test_the_readme_of_a_bundle_names_prefixes() -> None:
     def text(recipe: dict[str, Any]) -> str:
         card = {"name": "n", "source_language": "en", "target_language": "x", "recipe": recipe, "pad_id": 0}
         card |= {"beam_size": 1, "length_penalty": 1, "max_extra_tokens": 5, "max_source_tokens": None}
-        card |= {"stop_rule": "exact"}
+        card |= {"stop_rule": "exact", "n_best": 1}
         card |= {"bos_id": 2, "eos_id": 3}
         return readme(["model.ts", "model.pt2", "ctranslate2", "cpp"], card, [5, 3])
 

@@ -7,7 +7,6 @@ import inspect
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -106,14 +105,23 @@ def test_pytorch_call_after_backward() -> None:
     assert len(found) == 1
 
 
-def test_pytorch_programs(tmp_path: Path) -> None:
-    program = torch.export.export(nn.Linear(2, 3), (torch.ones(1, 2),))
-    path = tmp_path / "programs.pt2"
-    with path.open("wb") as file, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pytorch.save_programs(file, {"linear": program}, {"note.txt": "a note"})
-        found = pytorch.load_programs(path)
-    assert found["linear"].module()(torch.ones(1, 2)).shape == (1, 3)
+def test_pytorch_loops(tmp_path: Path) -> None:
+    """A loop over nested tensors, which reads what is around it, can be exported and saved."""
+
+    class Powers(nn.Module):
+        def forward(self, base: torch.Tensor) -> torch.Tensor:
+            def body(step: torch.Tensor, pair: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+                return step - 1, [pair[0] * base, pair[1] + base]
+
+            start = torch.full([], 3), [torch.ones_like(base), torch.zeros_like(base)]
+            power, multiple = pytorch.while_loop(lambda step, pair: step > 0, body, start)[1]
+            return power + multiple
+
+    assert pytorch.has_while_loop()
+    program = torch.export.export(Powers(), (torch.ones(2),))
+    torch.export.save(program, tmp_path / "powers.pt2")
+    found = torch.export.load(tmp_path / "powers.pt2").module()
+    assert found(torch.tensor([2.0, 5.0])).tolist() == [14.0, 140.0]
 
 
 def test_pytorch_compiler() -> None:

@@ -1,0 +1,97 @@
+"""The search of `model.pt2` beside `BeamSearch`, and what it refuses."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data_module.errors import InputError
+from data_module.tokenization.tokenizer import Tokenizer
+from model.decoding import BeamResult, BeamSearch
+from model.settings import DecodingSettings
+from pipeline.checkpointing.checkpoint import TrainedModel
+from pipeline.export import exported_program
+from pipeline.export.bundle_writer import bundle_files
+from pipeline.export.exported_program import ExportedSearch, write_exported_program
+from tests.model.search_truth import VOCABULARY_SIZE, random_network
+from tests.pipeline.test_export import make_model
+
+SOURCE = torch.tensor([[7, 9, 12, 5, 8, 3], [6, 3, 0, 0, 0, 0], [20, 11, 4, 3, 0, 0], [30, 31, 32, 33, 34, 3]])
+
+
+def exported(model: TrainedModel, n_best: int, folder: Path) -> ExportedSearch:
+    write_exported_program(model, n_best, '{"name": "letters"}', folder / "model.pt2")
+    return ExportedSearch(folder / "model.pt2")
+
+
+def answers(model: TrainedModel, source: torch.Tensor, n_best: int) -> BeamResult:
+    tokenizer, decoding = model.tokenizer, model.decoding
+    search = BeamSearch(model.network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
+    settings = decoding.beam_size, decoding.length_penalty, decoding.max_extra_tokens, n_best, decoding.stop_rule
+    return search.beam(source, source > 0, *settings)
+
+
+def assert_equal(found: BeamResult, expected: BeamResult) -> None:
+    length = expected.tokens.size(2)
+    assert torch.equal(found.tokens[:, :, :length], expected.tokens)
+    assert not found.tokens[:, :, length:].any()  # padding
+    assert torch.equal(found.lengths, expected.lengths)
+    for ours, theirs in zip(found[2:], expected[2:], strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-4)
+
+
+def test_the_search_with_the_first_stop_rule_and_what_it_refuses(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    decoding = DecodingSettings(beam_size=2, length_penalty=0.0, max_extra_tokens=4, stop_rule="first")
+    model = replace(make_model(tokenizer), network=random_network(), decoding=decoding)
+    search = exported(model, 2, tmp_path)
+    extra = {"card.json": ""}
+    torch.export.load(tmp_path / "model.pt2", extra_files=extra)
+    assert json.loads(extra["card.json"]) == {"name": "letters"}
+    expected = answers(model, SOURCE, 2)
+    assert_equal(search.beam(SOURCE, SOURCE > 0), expected)
+    other = answers(replace(model, decoding=replace(decoding, stop_rule="exact")), SOURCE, 2)
+    assert not torch.equal(other.lengths, expected.lengths)
+    # One sentence, and one token.
+    for one in (SOURCE[:1], SOURCE[3:, :1]):
+        assert_equal(search.beam(one, None), answers(model, one, 2))
+    for source, said in (
+        (torch.tensor([[4, VOCABULARY_SIZE, 3]]), f"source ids must be 0 .. {VOCABULARY_SIZE - 1}"),
+        (torch.tensor([[4, -1, 3]]), "source ids must be 0 .."),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            search.beam(source, None)
+    with pytest.raises(RuntimeError, match="source_mask leaves a sentence without any token"):
+        search.beam(SOURCE, torch.arange(4).unsqueeze(1) > SOURCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("decoding", "n_best", "shape"),
+    [
+        ({"beam_size": 1, "length_penalty": 0.0}, 1, {}),
+        ({"beam_size": 3, "length_penalty": 1.0, "max_extra_tokens": 0}, 3, {"d_k": 6, "d_v": 10}),
+        # Answers end where the positions do, before the number of extra tokens.
+        ({"beam_size": 2, "max_extra_tokens": 9}, 1, {"learned_positions": True, "max_positions": 8}),
+    ],
+)
+def test_the_search_with_other_settings(
+    tokenizer: Tokenizer, tmp_path: Path, decoding: dict[str, Any], n_best: int, shape: dict[str, Any]
+) -> None:
+    model = replace(make_model(tokenizer, **shape), decoding=DecodingSettings(**{"max_extra_tokens": 6, **decoding}))
+    search = exported(model, n_best, tmp_path)
+    for source in (SOURCE, SOURCE[1:2, :2]):
+        assert_equal(search.beam(source, source > 0), answers(model, source, n_best))
+
+
+def test_an_old_pytorch_leaves_the_format_out(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(exported_program, "has_while_loop", lambda: False)
+    model = make_model(tokenizer, num_layers=1)
+    with pytest.raises(InputError, match=r"^PyTorch .* cannot export a search; install 2\.13 to write model\.pt2$"):
+        bundle_files(model, ["pt2"], None)
+    assert "model.pt2" not in bundle_files(model, None, None)
+    assert "without model.pt2: PyTorch" in capsys.readouterr().err
