@@ -19,7 +19,7 @@ from pipeline.export.exported_program import ExportedSearch, write_exported_prog
 from tests.model.search_truth import VOCABULARY_SIZE, random_network
 from tests.pipeline.test_export import make_model
 
-SOURCE = torch.tensor([[7, 9, 12, 5, 8, 3], [6, 3, 0, 0, 0, 0], [20, 11, 4, 3, 0, 0], [30, 31, 32, 33, 34, 3]])
+SOURCE = torch.tensor([[7, 9, 12, 5, 8, 3], [6, 3, 0, 0, 0, 0], [20, 11, 4, 3, 0, 0], [13, 14, 15, 16, 17, 3]])
 
 
 def exported(model: TrainedModel, n_best: int, folder: Path) -> ExportedSearch:
