@@ -149,6 +149,14 @@ def test_readme_is_short_and_names_every_page() -> None:
         assert f"](docs/{page.name})" in PAGES["README.md"], page.name
 
 
+def test_the_table_of_results_has_four_columns_and_no_sentence() -> None:
+    section = PAGES["README.md"].split("## Results\n")[1].split("\n## ")[0]
+    rows = [row.strip("|").split("|") for row in re.findall(r"^\|.*\|$", section, re.MULTILINE)]
+    assert [name.strip() for name in rows[0]] == ["task", "ours", "published or peer", "command"]
+    assert {len(row) for row in rows} == {4}
+    assert not [cell for row in rows for cell in row if re.search(r"\.( [A-Z]|\s*$)", cell)]
+
+
 def test_pages_begin_with_what_they_answer() -> None:
     for page in (ROOT / "docs").glob("*.md"):
         heading, blank, answer = pages.read(page).splitlines()[:3]

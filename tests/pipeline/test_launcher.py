@@ -1,10 +1,12 @@
 """When another rank ends with an error, rank 0 has time to report its own before it is killed."""
 
+import os
 import signal
 import subprocess
 import sys
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
 
 from pipeline.compat.lightning import PatientLauncher
@@ -39,3 +41,19 @@ def test_several_devices_have_the_launcher() -> None:
     options = {"accelerator": "cpu", "devices": 2}
     trainer = Trainer(logger=False, enable_checkpointing=False, strategy=strategy(options), **options)
     assert isinstance(trainer.strategy.launcher, PatientLauncher)
+
+
+def test_ranks_share_the_processors_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")  # Something else has started the ranks.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr("pipeline.compat.lightning.num_processors", lambda: 6)
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    options = {"accelerator": "cpu", "devices": 2}
+    trainer = Trainer(logger=False, enable_checkpointing=False, strategy=strategy(options), **options)
+    launcher = trainer.strategy.launcher
+    assert launcher is not None
+    assert launcher.launch(lambda: os.environ["OMP_NUM_THREADS"]) == "3"
+    assert launcher.launch(lambda: os.environ["OMP_NUM_THREADS"]) == "3"
+    assert chosen == [3]  # What is given by then stays.
