@@ -6,6 +6,7 @@ it has written, or writes its files as a whole.
 """
 
 import ctypes
+import glob
 import json
 import os
 import shlex
@@ -22,7 +23,7 @@ from typing import IO, Any
 
 from data_module.corpus.pairs import fingerprint
 from data_module.errors import PROGRAM, SCRIPTS, InputError
-from data_module.files import FileLock, atomic_file, json_object
+from data_module.files import FileLock, atomic_file, json_object, remove_temporary_files
 from pipeline.runtime.console import report
 from pipeline.runtime.signals import INTERRUPTED, STOPPED
 
@@ -134,6 +135,9 @@ def _run(stage: Stage, signals: Signals) -> None:
     """
     if missing := [path for path in stage.reads if not path.exists()]:
         raise InputError(f"{stage.name}: {missing[0]} is not there; run the stages before it first")
+    for path in stage.writes if stage.printed else ():  # Other commands tidy up themselves, and share their folders.
+        if path.parent.is_dir():
+            remove_temporary_files(path.parent, glob.escape(path.name))
     output: AbstractContextManager[IO[bytes] | None] = atomic_file(stage.printed) if stage.printed else nullcontext()
     with output as file:
         command = [*_program(), *stage.words]
