@@ -4,6 +4,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from data_module.settings import BpeDropout, CorpusSettings, TextSource
 from data_module.text_files import open_file
 from data_module.tokenization.tokenizer import clean_lines
 from pipeline.commands.stages import Stage, run_stages
-from pipeline.config.recipe import Recipe
+from pipeline.config.recipe import Recipe, stored_settings
 from pipeline.inference.loading import chosen_file, load_file
 from pipeline.runtime.console import report
 from pipeline.training.recipe_checks import Report, check_recipe
@@ -92,20 +93,21 @@ class Plan:
         return self.folder / "corpora" / name
 
     def write(self) -> None:
-        """Write the recipes and `plan.txt`.
+        """Write `plan.txt` and the recipes, unless they are there.
 
         Raises:
-            InputError: one of the files is there and differs.
+            InputError: a recipe is there and differs.
         """
         texts = {path: recipe_text(recipe) for path, recipe in self.recipes.items()}
-        notes = [f"# {note}\n" for note in self.notes]
-        texts[self.folder / "plan.txt"] = "".join([*notes, *(f"{stage.line()}\n" for stage in self.stages)])
-        for stage in self.stages:
-            if stage.printed is not None:  # for whoever runs the line of plan.txt
-                stage.printed.parent.mkdir(parents=True, exist_ok=True)
         for path, text in texts.items():
             if path.exists() and path.read_bytes() != text.encode():
                 raise InputError(f"{path}: has changed since the plan was made; remove {self.folder} to start over")
+        for stage in self.stages:
+            if stage.printed is not None:  # for whoever runs the line of plan.txt
+                stage.printed.parent.mkdir(parents=True, exist_ok=True)
+        lines = [*(f"# {note}" for note in self.notes), *(stage.line() for stage in self.stages)]
+        texts[self.folder / "plan.txt"] = "\n".join([*lines, ""])
+        for path, text in texts.items():
             if not path.exists():
                 with atomic_file(path) as file:
                     file.write(text.encode())
@@ -175,8 +177,12 @@ def plan_before(folder: Path, begun: dict[str, Any]) -> dict[str, Any] | None:
             raise InputError(f"{folder}: cannot be written ({error}); give another --folder")
         return None
     before = json_object(path.read_bytes())
-    if before is None or "counts" not in before:
+    if before is None or not {"recipe", "counts"} <= before.keys():
         raise InputError(f"{path}: is damaged; remove {folder} to start over")
+    with suppress(ValueError):  # A recipe that this version cannot read is compared as it is.
+        # Settings that are newer than the plan get their defaults.
+        complete = stored_settings(before["recipe"], Recipe, "").as_dict()
+        before["recipe"] = json.loads(json.dumps(complete, default=str))
     if differences := changes("", {name: value for name, value in before.items() if name != "counts"}, begun):
         raise InputError(
             f"{folder}: was begun with another plan: {first_of(differences)}; repeat that command, give another"

@@ -214,6 +214,11 @@ def test_what_has_changed_is_named(place: Path, trained_run: Path) -> None:
         "score-round1: work/runs/forward/average-best-3.ckpt is not there; run the stages before it first"
         in refusal("synthesize", *BACK, "--stage", "score-round1")
     )
+    begun_with = json.loads(Path("work/plan.json").read_text())
+    del begun_with["recipe"]["corpus"]["byte_fallback"]  # as of an earlier version
+    Path("work/plan.json").write_text(json.dumps(begun_with))
+    Path("work/plan.txt").write_text("attention-pipeline prepare")  # as another program writes it
+    plan(*BACK)
     recipe = Path("work/recipes/round1.yaml")
     recipe.write_text(recipe.read_text() + "# mine\n")
     assert f"{recipe}: has changed since the plan was made" in refusal("synthesize", *BACK)

@@ -168,7 +168,7 @@ def test_the_stages_of_synthesize(cluster: Cluster, trained_run: Path, tmp_path:
     write_text(tmp_path)
     recipe = tmp_path / "tiny.yaml"
     values = tiny_recipe(tmp_path)
-    values["trainer"]["max_steps"] = 200
+    values["trainer"] |= {"max_steps": 200, "val_check_interval": 100}
     recipe.write_text(yaml.safe_dump(values))
     (tmp_path / "mono").write_text("".join(f"{line}\n" for line in sentences(1000, seed=9)))
     work, options = tmp_path / "work", ["--reverse-model", trained_run, "--folder", tmp_path / "work"]
