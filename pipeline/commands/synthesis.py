@@ -15,7 +15,7 @@ from data_module.corpus.checks import given_tokenizer, tokenizer_file
 from data_module.corpus.manifest import MANIFEST_NAME, TOKENIZER_NAME, changes, is_corpus, read_manifest
 from data_module.corpus.pairs import fingerprint, open_reader, read_pairs
 from data_module.errors import InputError, first_of
-from data_module.files import atomic_file, existing_parent, json_object, write_error
+from data_module.files import PlainValues, atomic_file, existing_parent, json_object, write_error
 from data_module.settings import BpeDropout, CorpusSettings, TextSource
 from data_module.text_files import open_file
 from data_module.tokenization.tokenizer import clean_lines
@@ -163,7 +163,7 @@ def make_plan(arguments: argparse.Namespace, recipe: Recipe, folder: Path) -> Pl
     return plan
 
 
-def plan_before(folder: Path, begun: dict[str, Any]) -> dict[str, Any] | None:
+def plan_before(folder: Path, begun: PlainValues) -> PlainValues | None:
     """Return the plan that a folder was begun with; None if it is empty or not there.
 
     Raises:
@@ -403,7 +403,7 @@ def recipe_text(recipe: Recipe) -> str:
     return yaml.safe_dump(own_values(recipe), sort_keys=False, allow_unicode=True, width=120)
 
 
-def own_values(settings: Any) -> Any:
+def own_values(settings: object) -> Any:
     """Return settings as plain values, without those that are defaults."""
     if isinstance(settings, list):
         return [own_values(item) for item in settings]

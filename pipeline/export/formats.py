@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from pipeline.inference.translator import LONGEST, length_batches, padded
 
 BATCH_TOKENS = 4096
 Ids = list[int]
+T = TypeVar("T")
 
 
 class Bundle(NamedTuple):
@@ -82,16 +83,15 @@ class Runner:
         return min(longest, self.max_positions) if self.max_positions else longest
 
 
-def in_batches(sources: list[Ids], search: Callable[[list[Ids]], list[Any]], one_length: bool = False) -> list[Any]:
+def in_batches(sources: list[Ids], search: Callable[[list[Ids]], list[T]], one_length: bool = False) -> list[T]:
     """Return what `search` returns for each source.
 
     With `one_length`, it is called with sources of one length, because it limits all its answers to one length.
     """
-    answers: list[Any] = [None] * len(sources)
+    answers: dict[int, T] = {}
     for batch in length_batches(list(map(len, sources)), BATCH_TOKENS, one_length=one_length):
-        for index, answer in zip(batch, search([sources[index] for index in batch]), strict=True):
-            answers[index] = answer
-    return answers
+        answers.update(zip(batch, search([sources[index] for index in batch]), strict=True))
+    return [answers[index] for index in range(len(sources))]
 
 
 class SearchRunner(Runner):

@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from data_module.errors import InputError
+from data_module.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from model.transformer import PaddedTransformer, Transformer
@@ -42,7 +43,7 @@ LARGEST_TOLERANCE = 0.1
 OUTCOMES = ("equal", "tied", "different")
 """How two answers compare. They tie if the truth gives them the same score, up to twice the tolerance."""
 
-Figures = dict[str, Any]
+Figures = PlainValues
 Pair = tuple[Sequence[int], tuple[int, ...]]
 """Ids of a source and of an answer, both with the end symbol."""
 
@@ -110,7 +111,7 @@ class Truth:
             uniform = 2 * torch.rand(values.shape, dtype=values.dtype, generator=generator) - 1
             return precision * values.abs().amax(-1, keepdim=True) * uniform
 
-        def disturb(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        def disturb(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
             return output + noise(output)
 
         longest_first = sorted(pairs, key=lambda pair: -len(pair[1]))
