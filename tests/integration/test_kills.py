@@ -56,7 +56,7 @@ class Victim:
             process = start(*self.command, stderr=stderr)
         suffix = f".{process.pid}.tmp"
         if while_writing:
-            min_size = self.rng.uniform(0, 0.7) * self.size
+            min_size = self.rng.uniform(0, 0.5) * self.size
             while process.poll() is None:
                 sizes = [size_of(path) for path in temporary_files(self.run) if path.name.endswith(suffix)]
                 # Not during the first checkpoint, before which there is nothing to lose.
@@ -146,13 +146,16 @@ def check_kills(recipe: Path, folder: Path, *, positions: int, steps: int, kills
     victim.rng.shuffle(plan)
     for is_writing in plan:
         victim.start_and_kill(while_writing=is_writing)
+    # On a busy machine a kill may come after the write that it was meant for.
+    while len(victim.partial_sizes) < while_writing and victim.kills < kills + 2:
+        victim.start_and_kill(while_writing=True)
     done = pipeline(*victim.command)
     assert done.returncode == 0, done.stderr.decode()
     assert "resuming from" in done.stderr.decode()
     partial_sizes = sorted(victim.partial_sizes)
     print(f"{victim.kills} kills, {len(partial_sizes)} while a checkpoint of {size} bytes was written: {partial_sizes}")
     print(f"{victim.resumed} of the killed starts had resumed from the newest checkpoint")
-    assert victim.kills == kills
+    assert victim.kills >= kills
     assert len(partial_sizes) >= while_writing
     assert not temporary_files(run)
     assert [path.name for path in checkpoints(run)] == [path.name for path in checkpoints(whole)]
@@ -176,7 +179,7 @@ def check_kills(recipe: Path, folder: Path, *, positions: int, steps: int, kills
 
 
 def test_a_few_kills(recipe_file: Path, tmp_path: Path) -> None:
-    check_kills(recipe_file, tmp_path, positions=200_000, steps=24, kills=2, while_writing=1)
+    check_kills(recipe_file, tmp_path, positions=200_000, steps=36, kills=2, while_writing=1)
 
 
 @pytest.mark.slow

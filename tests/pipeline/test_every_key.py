@@ -23,6 +23,7 @@ from model.attention import SelfAttention
 from model.layers import NORMS, SELF_ATTENTIONS
 from model.optimization import OPTIMIZERS, muon
 from model.transformer import LearnedPositions, Transformer
+from pipeline.checkpointing.callback import EMA
 from pipeline.checkpointing.checkpoint import write_atomic
 from pipeline.config.recipe import Recipe, recipe_from_dict
 from pipeline.config.settings import TRAINER_KEYS
@@ -97,6 +98,13 @@ def same(values: Iterable[Any]) -> Any:
     first, *others = values
     assert all(other == first for other in others), [first, *others]
     return first
+
+
+def decay_of(callback: EMA) -> float:
+    """Return the share that an average keeps of itself in an update."""
+    average = [torch.ones(1, dtype=torch.float64)]
+    callback._update(average, [torch.zeros(1, dtype=torch.float64)], torch.tensor(1))
+    return average[0].item()
 
 
 TEXTS: dict[str, list[dict[str, Any]]] = {
@@ -205,7 +213,7 @@ KEYS: dict[str, tuple[Any, Use | None]] = {
     "training.muon_momentum": (0.8, lambda b: b.optimizer.param_groups[0]["momentum"]),
     "training.weight_decay": (0.01, lambda b: same(group["weight_decay"] for group in b.optimizer.param_groups[:2])),
     "training.gradient_clip_norm": (3.0, lambda b: b.module.training_settings.gradient_clip_norm),
-    "training.ema_decay": (0.9, lambda b: b.callbacks["EMA"]._decay),
+    "training.ema_decay": (0.9, lambda b: decay_of(b.callbacks["EMA"])),
     "decoding.beam_size": (3, lambda b: b.search[2]),
     "decoding.length_penalty": (1.2, lambda b: b.search[3]),
     "decoding.max_extra_tokens": (9, lambda b: same([b.search[4], b.module.decoding.max_extra_tokens])),
