@@ -187,7 +187,7 @@ def test_mistakes(place: Path, trained_run: Path, tmp_path: Path) -> None:
         ([*BACK, "--trainer.max_steps", "0"], "trainer.max_steps 0 is not a number of steps"),
         ([*distil, "nothing"], "nothing: there is no such checkpoint or run folder"),
     ):
-        assert expected in refusal("synthesize", *words), words
+        assert expected in refusal("synthesize", *words, "--plan"), words
         assert not Path("work").exists()
     manifest["tokenizer"]["sha256"] = "0"
     kept = (corpus / "manifest.json").read_bytes()
