@@ -85,7 +85,8 @@ class SearchProgram(nn.Module):
             source_mask: bool [B, S], True at tokens.
 
         Raises:
-            RuntimeError: an id is not in the vocabulary, or a sentence has no token.
+            RuntimeError: an id is not in the vocabulary, a sentence has no token, or a source is longer than learned
+                positions.
         """
         self._check(source, source_mask)
         options, size = self.options, self.options.beam_size
@@ -121,6 +122,10 @@ class SearchProgram(nn.Module):
         is_outside = (source < 0) | (source >= self.vocabulary_size)
         torch._assert_async(~is_outside.any(), f"source ids must be 0 .. {self.vocabulary_size - 1}")
         torch._assert_async(source_mask.any(1).all(), "source_mask leaves a sentence without any token")
+        if self.max_positions > 0:
+            # Counted, because a compiled program does not compare the sizes of its inputs with their bounds.
+            is_short = (source >= 0).sum(1) <= self.max_positions
+            torch._assert_async(is_short.all(), f"a source has more than the network's {self.max_positions} positions")
 
     def _step(self, state: "_State", memory: Memory, source_mask: Tensor, limits: Tensor) -> "_State":
         """Return the state after one more position, with new tensors: a loop's body may not write to its inputs."""
@@ -201,7 +206,7 @@ def quiet() -> Iterator[None]:
 def require_exported_program() -> None:
     """Raise InputError if this version of PyTorch cannot export a loop."""
     if not has_while_loop():
-        raise InputError(f"PyTorch {torch.__version__} cannot export a search; install 2.13 to write model.pt2")
+        raise InputError(f"PyTorch {torch.__version__} cannot export a search; install 2.12 or 2.13 to write model.pt2")
 
 
 def write_exported_program(model: TrainedModel, n_best: int, card: str, path: Path) -> None:
