@@ -35,10 +35,13 @@ def sinusoidal_table(num_positions: int, d_model: int, start: int = 0, device: t
     """
     position = torch.arange(start, start + num_positions, dtype=torch.float64, device=device).unsqueeze(1)
     even = torch.arange(0, d_model, 2, dtype=torch.float64, device=device)
-    # A tensor, because the export to ONNX rounds a number to float32; and none of Python's, which torch.export cannot
-    # save as part of a loop.
-    exponent = torch.full([], -math.log(10000.0) / d_model, dtype=torch.float64)
-    angle = position * torch.exp(even * exponent)
+    # In two parts, whose sum is exact, because the export to ONNX rounds a number to float32. `torch.tensor` would not
+    # do: torch.export cannot save it as part of a loop.
+    exponent = -math.log(10000.0) / d_model
+    high = math.floor(exponent * 1048576.0) / 1048576.0
+    exponents = torch.full([2], high, dtype=torch.float64, device=device)
+    exponents[1:].fill_(exponent - high)
+    angle = position * torch.exp(even * exponents.sum())
     return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)[:, :d_model].to(torch.float32)
 
 

@@ -21,7 +21,7 @@ from model.layers import SELF_ATTENTIONS
 from model.loss import label_smoothed_loss
 from model.settings import NetworkSettings
 from model.transformer import PaddedTransformer, Transformer
-from pipeline.export.exported_program import Encode, Step
+from pipeline.export.onnx_model import Encode, Step
 from tests.conftest import ROOT
 from tests.docs import pages
 from tests.model.search_truth import BOS, EOS, LENGTHS, PAD, assert_finds, make_network, make_sources, plain_beam
