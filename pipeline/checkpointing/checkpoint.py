@@ -163,7 +163,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             warnings.simplefilter("ignore")  # About other kinds of files, which are refused below.
             contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         _check_size(contents, path.stat().st_size)
-    except Exception:
+    except Exception:  # Of many kinds, which PyTorch does not name: whatever a foreign or damaged file causes.
         raise InputError(
             f"{path}: cannot be read as a checkpoint: it may be an export, damaged, or contain more than plain "
             "tensors; give another file that fit has written, or remove it, if fit shall resume from an earlier one"

@@ -225,7 +225,7 @@ def _read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
             weights = load_file(path)
     except ImportError:
         raise InputError(f"safetensors is not installed; run: {install('huggingface')}") from None
-    except Exception:
+    except Exception:  # Of many kinds, for a damaged file or one with more than tensors; it is refused below.
         weights = None
     if not isinstance(weights, dict) or not all(isinstance(weight, torch.Tensor) for weight in weights.values()):
         raise InputError(
