@@ -93,7 +93,7 @@ class Plan:
         return self.folder / "corpora" / name
 
     def write(self) -> None:
-        """Write `plan.txt` and the recipes, unless they are there.
+        """Write `plan.txt`, and the recipes that are not there; a plan of more rounds has those of fewer.
 
         Raises:
             InputError: a recipe is there and differs.
@@ -108,7 +108,7 @@ class Plan:
         lines = [*(f"# {note}" for note in self.notes), *(stage.line() for stage in self.stages)]
         texts[self.folder / "plan.txt"] = "\n".join([*lines, ""])
         for path, text in texts.items():
-            if not path.exists():
+            if not path.exists() or path.read_bytes() != text.encode():
                 with atomic_file(path) as file:
                     file.write(text.encode())
 
@@ -142,7 +142,7 @@ def make_plan(arguments: argparse.Namespace, recipe: Recipe, folder: Path) -> Pl
     is_back = arguments.kind == "back-translation"
     check_sources(recipe.corpus, arguments)
     model = given_model(arguments, recipe) if arguments.model else None
-    names = ("kind", "text", "keep", "rounds", "beam")
+    names = ("kind", "text", "keep", "beam")
     asked = {**{name: getattr(arguments, name) for name in names}, "model": model, "recipe": recipe.as_dict()}
     files = [open_reader(text, recipe.corpus).files() for text in recipe.corpus.texts()]
     further = (arguments.text, model, tokenizer_file(recipe.corpus))

@@ -59,8 +59,12 @@ def planned_commands() -> list[list[str]]:
 
 
 def test_back_translation(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan(*BACK)
+    one_round = planned_commands()
+    capsys.readouterr()
     recipes = plan(*BACK, "--rounds", 2)
     commands = planned_commands()
+    assert commands[: len(one_round)] == one_round
     trained = ["prepare", "fit", "average"]
     rest = ["translate", "score", *trained, "evaluate"]
     assert [words[0] for words in commands] == [*trained, *trained, *rest, *trained, *rest]
