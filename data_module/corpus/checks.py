@@ -28,9 +28,9 @@ from data_module.tokenization.tokenizer import (
 FEW_PAIRS = 5_000
 """Training pairs below which a network hardly learns more than its training text, unless its pieces are few."""
 ENOUGH_PIECE_TOKENS = 100
-"""Tokens of training text for each piece that make up for few pairs, as where the pieces are letters."""
+"""Tokens of training text per piece that make up for few pairs, for example where pieces are letters."""
 MIN_PIECE_TOKENS = 20
-"""Tokens of training text for each piece of the vocabulary, below which many pieces are too rare to be learned."""
+"""Tokens of training text per piece of the vocabulary, below which many pieces are too rare to be learned."""
 _DECOMPOSED = (
     "accents are characters of their own (NFD), where other text has one for letter and accent (NFC), so that words"
     " have two spellings; convert the file (uconv -x any-nfc)"
@@ -48,13 +48,13 @@ class SourceCheck:
     num_pairs: int = 0
     """Without repetitions."""
     kept: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))
-    """All but the pairs that are dropped whatever the tokenizer, bool [num_pairs]; what follows is of these pairs."""
+    """bool [num_pairs], False for pairs that are dropped whatever the tokenizer. The next three describe kept pairs."""
     num_bytes: int = 0
-    """Of both sides."""
+    """UTF-8 bytes of both sides."""
     symbols: set[str] = field(default_factory=set)
     """The user symbols that occur."""
     characters: set[str] = field(default_factory=set)
-    """All that occur."""
+    """All characters that occur."""
     marks: list[str] = field(default_factory=list)
     """Notes on stray marks of any pair."""
     decomposed: list[str] = field(default_factory=list)
@@ -164,7 +164,7 @@ def given_tokenizer(settings: CorpusSettings, earlier: Tokenizer | None = None) 
 
 
 def _check_tokenizer(settings: CorpusSettings, tokenizer: Tokenizer, name: str, otherwise: str) -> None:
-    """Raise InputError if a tokenizer that is there already is not what the settings ask for."""
+    """Raise InputError if an existing tokenizer is not what the settings ask for."""
     if settings.lowercase != tokenizer.lowercase:
         does = "lower-cases" if tokenizer.lowercase else "does not lower-case"
         raise InputError(
@@ -173,7 +173,7 @@ def _check_tokenizer(settings: CorpusSettings, tokenizer: Tokenizer, name: str, 
     missing = [symbol for symbol in settings.user_symbols if symbol not in tokenizer.user_symbols]
     for key, is_missing, problem in (
         ("user_symbols", bool(missing), f"{', '.join(missing)}: not in {name}, and a tokenizer cannot grow"),
-        ("byte_fallback", settings.byte_fallback and not tokenizer.byte_fallback, f"{name} has no bytes"),
+        ("byte_fallback", settings.byte_fallback and not tokenizer.byte_fallback, f"{name} has no byte pieces"),
         ("split_digits", settings.split_digits and not tokenizer.splits_digits, f"{name} has pieces of several digits"),
         (
             "bpe_dropout",
@@ -217,14 +217,14 @@ class TextChecker:
         self._filters = {split: PairFilter(settings) for split in self.held_out} | {"train": train_filter}
 
     def sources(self) -> list[tuple[str, TextSource]]:
-        """Return the splits and sources in the order to check them in: training text is compared with held-out text."""
+        """Return splits and sources in the order of checking: held-out text, then training text to compare with it."""
         return [(split, text) for split in (*self.held_out, "train") for text in getattr(self.settings, split)]
 
     def check(self, split: str, text: TextSource) -> SourceCheck:
         """Read a source once.
 
         Raises:
-            InputError: see `read_pairs`; or the source holds its own prefix already.
+            InputError: see `read_pairs`; or a pair already has the prefix of its source.
         """
         names = open_reader(text, self.settings).names
         result = SourceCheck(", ".join(dict.fromkeys(names)))
@@ -239,7 +239,7 @@ class TextChecker:
         return result
 
     def _check_pairs(self, chunks: Iterator[PairChunk], result: SourceCheck, split: str, text: TextSource) -> None:
-        """Fill in what `check` returns, except for stray marks."""
+        """Fill in `result`, which `check` returns, except for stray marks."""
         settings, kept = self.settings, []
         decomposed: dict[str, LineWarning] = {}
         for chunk in chunks:
@@ -302,7 +302,7 @@ def source_warnings(settings: CorpusSettings, checked: TextChecker) -> list[str]
         warnings += [line for source in every for line in source.decomposed]
     if settings.is_varied() and settings.variants == 1:
         warnings.append(
-            "corpus.variants 1: all epochs train on the same noise and segmentation; raise it, to 8 for instance, for"
+            "corpus.variants 1: all epochs train on the same noise and segmentation; raise it, for example to 8, for"
             " others in each epoch"
         )
     if settings.noise.emoji and not settings.byte_fallback:
@@ -315,16 +315,16 @@ def source_warnings(settings: CorpusSettings, checked: TextChecker) -> list[str]
     if lacking := [repr(symbol) for symbol in settings.user_symbols if symbol not in held]:
         warnings.append(
             f"corpus.user_symbols: the training text has no {', '.join(lacking)}: a network does not learn a symbol"
-            " that it never sees; add pairs with it, on both sides if it shall be copied, or remove it from the list"
+            " that it never sees; add pairs with it, on both sides if it is to be copied, or remove it from the list"
         )
     return warnings
 
 
 def size_warnings(settings: CorpusSettings, checked: TextChecker) -> list[str]:
-    """Return a line each for few pairs and for a vocabulary that the training text cannot feed.
+    """Return a line if the pairs are few, and a line if the training text is too small for the vocabulary.
 
-    Both are of no concern where a run starts from the weights and the tokenizer of another one. For a vocabulary that
-    the text does not allow, see `builder.check_vocabulary_size`.
+    Neither matters for a run that starts from the weights and the tokenizer of another one. A vocabulary that the text
+    does not allow is refused by `builder.check_vocabulary_size`.
 
     Args:
         settings: the recipe's `corpus:` section.
@@ -333,7 +333,7 @@ def size_warnings(settings: CorpusSettings, checked: TextChecker) -> list[str]:
     train = checked.found["train"]
     pairs = sum(int(source.kept.sum()) for source in train)
     tokens = sum(source.num_bytes for source in train) // _BYTES_PER_TOKEN
-    # Bytes and user symbols take their places whatever the text is.
+    # Bytes and user symbols take up pieces whatever the text is.
     reserved = len(settings.user_symbols) + NUM_BYTES * settings.byte_fallback
     learned = settings.vocabulary_size - reserved
     warnings = []

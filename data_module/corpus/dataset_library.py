@@ -26,7 +26,7 @@ _SHARD = re.compile(r"-\d{5}-of-(\d{5})\.")
 _FORMATS = ("parquet", "json")
 
 log = logging.getLogger(__name__)
-# The library's errors are raised as well.
+# Errors that the library logs are raised as well.
 datasets.disable_progress_bars()
 datasets.logging.set_verbosity(logging.CRITICAL)
 huggingface_hub.logging.set_verbosity(logging.CRITICAL)
@@ -42,7 +42,7 @@ def sentences(table: pa.Table, name: str, key: str, language: str) -> list[bytes
         language: the language.
 
     Raises:
-        InputError: the table has no such column, or the column no such language, or not text.
+        InputError: the table has no `translation` column, or the column lacks the language or is not text.
     """
     if _COLUMN not in table.column_names:
         raise InputError(
@@ -153,14 +153,12 @@ def _files_of_split(builder: datasets.DatasetBuilder, name: str, split: str) -> 
         raise InputError(f"{name}: there is no split {split!r}; give `split`, one of: {', '.join(files)}")
     paths, shards = files[split], [int(count) for file in files[split] for count in _SHARD.findall(file)]
     if shards and len(paths) < max(shards):
-        raise InputError(
-            f"{name}: only {len(paths)} of the {max(shards)} files of {split!r} are there; fetch the others"
-        )
+        raise InputError(f"{name}: only {len(paths)} of the {max(shards)} files of {split!r} exist; fetch the others")
     return paths
 
 
 def _places_in_card(folder: str) -> list[str]:
-    """Return the files that the card of a local data set names, and whatever else its subsets have as text."""
+    """Return all text values in the `configs` of a local data set's card, among them the files that it names."""
     page, extra, places = Path(folder, "README.md"), Path(folder, ".huggingface.yaml"), []
     values: list[object] = []
     if page.is_file():
@@ -189,6 +187,6 @@ def _library_errors(message: str, way_out: str) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
-        # The second line of a missing subset has the names of the others.
+        # If a subset is missing, the second line of the message names the others.
         reason = " ".join(str(error).splitlines()[:2]) or type(error).__name__
         raise InputError(f"{message} ({reason}); {way_out}") from error

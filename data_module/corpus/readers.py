@@ -25,7 +25,7 @@ class Reader(ABC):
     """Reads one text source: the sentences of both languages, in order, as bytes.
 
     A subclass must implement `chunks`. The other methods describe a source that is one file, `text.path`; override
-    those for which this does not hold. Decoding, normalization, filtering and line numbers are not a reader's task.
+    them for any other source. Decoding, normalization, filtering and line numbers are not a reader's task.
     The commands create readers freely and call `chunks` several times, so a reader must return the same text each time.
     """
 
@@ -106,15 +106,15 @@ class PairedFiles(Reader):
                 raise InputError(f"{source}: source and target are the same file; name the other language's as target")
             while True:
                 source_lines = source_file.readlines(CHUNK_BYTES)
-                # At the end of the source, one line shows that the target goes on.
+                # At the end of the source, one more target line shows that the target is longer.
                 target_lines = list(islice(target_file, len(source_lines) or 1))
                 if len(source_lines) != len(target_lines):
                     num_target = num_lines_before + len(target_lines) + num_lines(target_file)
                     num_source = num_lines_before + len(source_lines) + num_lines(source_file)
                     short, long = sorted([(num_source, source), (num_target, target)])
                     raise InputError(
-                        f"{short[1]}: {short[0]} lines, but {long[1]} has {long[0]}: it is shorter, and line i must"
-                        " pair with line i; restore the missing lines"
+                        f"{short[1]}: {short[0]} lines, but {long[1]} has {long[0]}: line i of one file"
+                        " must translate line i of the other; restore the missing lines"
                     )
                 if not source_lines:
                     return
@@ -139,7 +139,7 @@ class TsvFile(Reader):
                 for i, row in enumerate(rows):
                     if len(row) != 2:
                         columns = f"{len(row)} tab-separated column{'s' if len(row) > 1 else ''}"
-                        cut = ", or make two of every line: cut -f1,2 drops the others, sed 's/\\t/ /' joins the first"
+                        cut = ", or change all lines: cut -f1,2 drops other columns, sed 's/\\t/ /' joins the first two"
                         cut = cut if len(row) > 2 else ""
                         raise InputError(f"{name}:{first_line + i}: {columns}, not two; correct the line{cut}")
                 yield [row[0] + b"\n" for row in rows], [row[1] for row in rows]

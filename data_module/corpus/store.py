@@ -21,7 +21,7 @@ from data_module.tokenization.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 _ARRAYS = ("lengths", "tokens", "offsets")
-MAX_TOKENS = np.iinfo(np.uint16).max - 1  # batches store lengths with EOS in 16 bits too
+MAX_TOKENS = np.iinfo(np.uint16).max - 1  # Batches store lengths in 16 bits too, with EOS.
 """Maximum length of a sentence, because lengths are stored in 16 bits."""
 
 _BLOCK = 2**20
@@ -122,7 +122,7 @@ class TokenStoreWriter:
 
 
 def token_counts(source: TokenStoreWriter, target: TokenStoreWriter) -> TokenCounts:
-    """Return what the manifest says of a split's two stores."""
+    """Return the manifest's counts of a split's two stores."""
     return {
         "source_tokens": source.num_tokens,
         "target_tokens": target.num_tokens,
@@ -167,7 +167,7 @@ class TokenStore:
         """Map all files now: this process and those that it forks keep them if the corpus is replaced or moved.
 
         Args:
-            longest: tokens of the longest sentence by the manifest.
+            longest: number of tokens of the longest sentence according to the manifest.
 
         Raises:
             InputError: lengths and offsets do not match one another, the tokens or the manifest.
@@ -206,7 +206,7 @@ class ParallelCorpus:
         self.source = source
         self.target = target
         self.identity = identity
-        """A hash of the split's name and the manifest: corpora of other texts or settings have another one."""
+        """A hash of the split's name and the manifest: corpora of other texts or settings have other hashes."""
         self.longest = longest
         """Number of tokens of the longest sentence of either side."""
 
@@ -214,11 +214,11 @@ class ParallelCorpus:
         return len(self.source)
 
     def map_all(self) -> None:
-        """Call `TokenStore.map_all` for both sides; raise InputError also where they have not as many sentences."""
+        """Call `TokenStore.map_all` for both sides; raise InputError also if their numbers of sentences differ."""
         for side in (self.source, self.target):
             side.map_all(self.longest)
         if len(self.source) != len(self.target):
-            raise InputError(f"{self.source.prefix}: has not as many sentences as its target; run prepare with --force")
+            raise InputError(f"{self.source.prefix}: the target is not as long; run prepare with --force")
 
     def lengths(self, pairs: NDArray[np.integer]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the source and target lengths of some pairs, including EOS."""
@@ -236,7 +236,7 @@ def open_variants(folder: Path) -> list[ParallelCorpus]:
 
 
 def open_corpus(folder: Path, split: Split, variant: int = 0) -> ParallelCorpus:
-    """Open a split, "train" or "validation", of a corpus folder; of the training split, one of its variants.
+    """Open a split of a corpus folder: "validation", or a variant of "train".
 
     The time this takes does not depend on the size of the corpus.
 
@@ -262,8 +262,8 @@ def open_corpus(folder: Path, split: Split, variant: int = 0) -> ParallelCorpus:
 def read_ahead(corpora: Sequence[ParallelCorpus]) -> threading.Thread:
     """Read whole corpora once, in a background thread, so that their pages are in this node's page cache.
 
-    Training reads short sentences in random order; on a shared file system each would be a request of its own. If they
-    are larger than half of the available memory, they are not read, and a warning is logged.
+    Training reads short sentences in random order; on a shared file system each would be a request of its own. Corpora
+    of more than half of the available memory are not read, and a warning is logged.
     """
     # Lengths first, because an epoch's plan is computed from them.
     paths = [

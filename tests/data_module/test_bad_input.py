@@ -79,7 +79,7 @@ def test_unequal_line_counts(
     whole = (place.folder / (shorter + ending)).read_bytes()
     cut = b"first\nsecond\nthird\n"
     place.write(shorter + ending, gzip.compress(cut) if compressed else cut)
-    place.fails(f"{shorter}{ending}: 3 lines, but", f"{longer}{ending} has 4: it is shorter", train=[text])
+    place.fails(f"{shorter}{ending}: 3 lines, but", f"{longer}{ending} has 4: line i of one", train=[text])
     place.write(shorter + ending, whole)
     assert place.works(train=[text])["train"]["pairs_kept"] == 4
 
@@ -126,8 +126,8 @@ def test_a_file_that_is_no_text(place: Workplace, name: str, spoil: Callable[[Pa
         ("one", "1 tab-separated column, not two; correct the line"),
         (
             "a\tb\tc",
-            "3 tab-separated columns, not two; correct the line, or make two of every line: cut -f1,2 drops the"
-            " others, sed 's/\\t/ /' joins the first",
+            "3 tab-separated columns, not two; correct the line, or change all lines: cut -f1,2 drops other"
+            " columns, sed 's/\\t/ /' joins the first two",
         ),
     ],
 )

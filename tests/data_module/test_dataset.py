@@ -146,7 +146,7 @@ def test_part_of_a_data_set(settings: CorpusSettings, tmp_path: Path) -> None:
 
 def test_one_of_several_files_is_missing(settings: CorpusSettings, tmp_path: Path) -> None:
     (tmp_path / "wmt14/de-en/train-00001-of-00003.parquet").unlink()
-    fails(settings, "wmt14: only 2 of the 3 files of 'train' are there; fetch the others")
+    fails(settings, "wmt14: only 2 of the 3 files of 'train' exist; fetch the others")
 
 
 def test_sources_of_all_kinds_and_their_line_numbers(settings: CorpusSettings, tmp_path: Path) -> None:

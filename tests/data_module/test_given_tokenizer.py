@@ -75,7 +75,7 @@ def test_two_directions_have_one_vocabulary(tiny_corpus: Path, tmp_path: Path) -
         ({"lowercase": True}, "corpus.lowercase: {}/tokenizer.model does not lower-case; set it to false, or name"),
         (
             {"byte_fallback": True},
-            "corpus.byte_fallback: {}/tokenizer.model has no bytes; leave it out, or name another",
+            "corpus.byte_fallback: {}/tokenizer.model has no byte pieces; leave it out, or name another",
         ),
         ({"split_digits": True}, "corpus.split_digits: {}/tokenizer.model has pieces of several digits; leave it out"),
     ],
