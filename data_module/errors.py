@@ -8,7 +8,7 @@ from pathlib import Path
 IN_CLONE = (Path(__file__).resolve().parent.parent / "constraints.txt").is_file()
 """Whether the program runs from a clone, not from an installed wheel."""
 PROGRAM = "attention-pipeline" if Path(sys.argv[0]).stem == "attention-pipeline" else "python -m pipeline"
-"""What the user has typed before the command."""
+"""What the user typed before the command."""
 SCRIPTS = ".venv/bin/" if IN_CLONE else ""
 """What to type before programs of other packages, such as TensorBoard."""
 
@@ -17,7 +17,7 @@ _ESCAPES = {code: repr(chr(code))[1:-1] for code in (*range(0x20), *range(0x7F, 
 
 
 def printable(text: str) -> str:
-    """Return the text with its control characters escaped: those of a quoted value could do anything to a terminal."""
+    """Return the text with control characters escaped: in a quoted value, they could change the user's terminal."""
     return text.translate(_ESCAPES)
 
 
@@ -29,7 +29,7 @@ class InputError(Exception):
     """
 
     def __str__(self) -> str:
-        """Return the message, with the control characters escaped that it quotes."""
+        """Return the message with its control characters escaped."""
         return printable(super().__str__())
 
 

@@ -17,11 +17,11 @@ from typing import IO, Annotated, Any, TypeAlias
 from data_module.errors import InputError
 
 PlainValues: TypeAlias = dict[str, Any]
-"""Values by name as JSON, YAML and checkpoints have them. Who takes one by its name knows its type or checks it."""
+"""Values by name, as in JSON, YAML and checkpoints. Code that reads a value knows or checks its type."""
 PathText = Annotated[str, "path"]
 """The type of a recipe's key that holds a path."""
 FORMAT_VERSION = 2
-"""Stored under `format_version`. It goes up when a version cannot read what earlier ones have written."""
+"""Stored under `format_version`. It is raised when a version cannot read the files of earlier versions."""
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -46,7 +46,7 @@ def check_format(path: Path, version: object, start_over: str) -> None:
     Args:
         path: the file.
         version: its `format_version`; None if it has none.
-        start_over: how to make the file anew, such as "export it again".
+        start_over: how to create the file again, such as "export it again".
     """
     if type(version) is not int:  # True is an instance of int.
         problem = "missing" if version is None else f"{version!r:.60}, not a number"
@@ -63,7 +63,7 @@ def check_format(path: Path, version: object, start_over: str) -> None:
 
 
 def json_object(text: str | bytes) -> PlainValues | None:
-    """Return the JSON object that a file's text is; None if it is anything else."""
+    """Parse text as a JSON object; return None if it is anything else."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
@@ -72,13 +72,13 @@ def json_object(text: str | bytes) -> PlainValues | None:
 
 
 def misshapen(value: Any, shape: Any, key: str = "") -> str:
-    """Return the first key at which a value has not the types of a shape; empty if there is none.
+    """Return the first key at which a value does not have the types of a shape; empty if there is none.
 
     Args:
         value: plain values.
-        shape: a type, whose numbers are not negative, or several in a tuple; a list with the shape of all items; a
-            dictionary with the shape at each key, or at the key `str` that of all values.
-        key: that of the value, by its path.
+        shape: a type or a tuple of types, whose integers are not negative; a list with the shape of all items; or a
+            dictionary with the shape at each key, or with the shape of all values at the key `str`.
+        key: the dotted key of the value.
     """
     if isinstance(shape, (type, tuple)):
         fits = type(value) in (shape if isinstance(shape, tuple) else (shape,))
@@ -97,8 +97,8 @@ def misshapen(value: Any, shape: Any, key: str = "") -> str:
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file; at the end flush it to the disk and rename it to `path`.
 
-    Whatever has the name `path` is therefore complete. After an error nothing is left of the temporary file; an error
-    that comes from a full disk names `path`. A link at either name is replaced, not followed.
+    A file named `path` is therefore always complete. After an error the temporary file is removed; the error of a full
+    disk names `path`. A link at either name is replaced, not followed.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -119,13 +119,13 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def open_in_place(path: Path, flags: int) -> int:
-    """Open a file of the program's own that is written where it is, such as a lock or a log; return the descriptor.
+    """Open a file of the program's own that is written in place, such as a lock or a log; return the descriptor.
 
-    Whoever can write to its folder could put a link there that leads to a file elsewhere, so a link is not followed.
+    A link is not followed: another user who can write to the folder could let it point to a file elsewhere.
 
     Args:
         path: the file.
-        flags: those of `os.open`.
+        flags: flags of `os.open`.
 
     Raises:
         OSError: as `os.open` does; the file is a link, or another kind of file, such as a FIFO.
@@ -148,18 +148,18 @@ def is_temporary_file(entry: Path, pattern: str) -> bool:
 
 
 def remove_temporary_files(folder: Path, *patterns: str) -> None:
-    """Remove what killed processes left while writing files whose names fit; no process may be writing them now."""
+    """Remove temporary files of killed processes whose names fit; no process may be writing such files now."""
     for entry in folder.glob(".*.tmp"):
         if any(is_temporary_file(entry, pattern) for pattern in patterns):
             entry.unlink()
 
 
 def replace_folder(new: Path, folder: Path, old: Path) -> None:
-    """Move the folder `new` to `folder`; what was there before is moved to `old`, for the caller to remove.
+    """Move the folder `new` to `folder`, and a previous `folder` to `old`, for the caller to remove.
 
     All three are on one file system. `new` is flushed to disk first, so that `folder` is complete even after a power
-    failure. If the move fails, the previous folder is restored. A process killed between the two renames leaves it at
-    `old`.
+    failure. If the move fails, the previous folder is restored. A process killed between the two renames leaves the
+    previous folder at `old`.
     """
     for path in (*new.rglob("*"), new):
         sync_to_disk(path)
@@ -191,7 +191,7 @@ def existing_parent(path: Path) -> Path:
 def write_error(folder: Path) -> str | None:
     """Return why no file can be created in a folder, or None."""
     try:
-        # os.access would not do: it allows root everything.
+        # os.access is not enough: it allows root everything.
         with tempfile.TemporaryFile(dir=folder):
             return None
     except OSError as error:
@@ -207,7 +207,7 @@ def replace_error(path: Path) -> str | None:
 
 
 def pinned(path: Path) -> str | None:
-    """Return why an entry of a folder that can be written can be neither replaced nor removed, or None."""
+    """Return why an entry of a writable folder can be neither replaced nor removed, or None."""
     if is_mount_point(path):
         return "a mount point cannot be replaced; a folder inside it can"
     folder = path.parent.stat()
@@ -222,13 +222,13 @@ def is_mount_point(path: Path) -> bool:
         mounts = Path("/proc/self/mountinfo").read_bytes().splitlines()
     except OSError:  # not Linux
         return os.path.ismount(path)
-    # White space and backslashes in a path are octal numbers.
+    # White space and backslashes in a path are written as octal escapes.
     places = (re.sub(rb"\\([0-7]{3})", lambda code: bytes([int(code[1], 8)]), line.split()[4]) for line in mounts)
     return os.fsencode(path.resolve()) in places
 
 
 def disk_full_error(error: BaseException) -> OSError | None:
-    """Return the full disk, exceeded quota or file size limit that caused an error, None if there was none.
+    """Return the error of a full disk, exceeded quota or file size limit that caused an error; None if none did.
 
     Libraries raise errors of their own in place of the operating system's.
     """
@@ -253,15 +253,15 @@ def private_folder(path: Path) -> Path:
 
 
 def _check_way(path: Path) -> None:
-    """Raise PermissionError if another user could exchange a folder on the way to a path, as ssh does for its keys.
+    """Raise PermissionError if another user could replace a folder on the way to a path, as ssh does for its keys.
 
-    Who can write to a folder can exchange what is in it; in one with the sticky bit, such as /tmp, the owner alone can.
-    What lies above the user's home is not checked: who can exchange that has all that is the user's.
+    A user who can write to a folder can replace its entries; in one with the sticky bit, such as /tmp, only their owner
+    can. Folders above the user's home are not checked: a user who can replace those has access to the whole home.
     """
     trusted = {0, os.geteuid()}
     identities = Path("/proc/self/uid_map")
     if identities.exists() and identities.read_text(encoding="utf-8").split()[-1] != "4294967295":
-        # In a container without root's rights, the system's own files belong to a user that is not known.
+        # In a container without root's rights, the system's own files belong to an unknown user.
         trusted.add(int(Path("/proc/sys/fs/overflowuid").read_text(encoding="utf-8")))
     home = Path("~").expanduser().resolve() if os.environ.get("HOME") else None
     here, names = Path("/"), list(path.parts[1:])
@@ -304,7 +304,7 @@ def exception_chain(error: BaseException | None) -> list[BaseException]:
 
 
 class FileLock:
-    """A lock that one process holds, or several that share it; it ends with the process, however that ends.
+    """A lock that one process holds, or that several share; it ends with the process, however that ends.
 
     The lock belongs to the process that takes it: processes that it forks, such as workers of a data loader, do not
     keep the lock when it dies. Two objects exclude one another in one process too.
@@ -315,11 +315,11 @@ class FileLock:
 
         Args:
             path: the file to lock. It may be removed while it is locked, and its folder too.
-            flags: those of `os.open`. By default the file is created with its folder if it is not there. On NFS, only a
-                shared lock needs no permission to write.
+            flags: flags of `os.open`. By default the file and its folder are created if they do not exist. On NFS, only
+                a shared lock needs no permission to write.
 
         Raises:
-            OSError: it cannot be created or opened; see `open_in_place`.
+            OSError: the file cannot be created or opened; see `open_in_place`.
         """
         self._path, self._flags = path, flags
         self._descriptor: int | None = self._open()
@@ -330,7 +330,7 @@ class FileLock:
 
         Args:
             shared: exclude only locks that are not shared.
-            wait: until no other lock excludes this one.
+            wait: wait until no other lock excludes this one.
 
         Raises:
             OSError: the file system has no locks.
@@ -388,6 +388,6 @@ def _close_in_child() -> None:
         lock._close_descriptor()
 
 
-# A forked process has the file open too, and its descriptor would keep the lock of a parent that dies. Releasing the
-# lock there would release the parent's.
+# A forked process has the file open too, and its descriptor would keep the lock of a parent that dies. It closes the
+# descriptor without unlocking, which would release the parent's lock.
 os.register_at_fork(after_in_child=_close_in_child)

@@ -17,7 +17,7 @@ class Registry(dict[str, T]):
     """Implementations by name. To add one from outside, before a command starts: `NORMS["rms_norm"] = nn.RMSNorm`."""
 
     def __init__(self, key: str, **entries: T) -> None:
-        """Start with `entries`. `key` is what a name is given as, such as the recipe's key "network.norm"."""
+        """Start with `entries`. `key` names the setting that selects an entry, such as the recipe's "network.norm"."""
         super().__init__(entries)
         self.key = key
 
@@ -26,7 +26,7 @@ class Registry(dict[str, T]):
         raise ValueError(self.unknown(name))
 
     def unknown(self, name: str, *others: str) -> str:
-        """Return the message for a name that is neither registered nor one of `others`, which the key may be too."""
+        """Return the message for a name that is neither registered nor one of `others`, further values of the key."""
         known = [*self, *others]
         registered = f"registered are: {', '.join(known) or 'none'}; register it before the command starts"
         return f"{self.key} {name!r} is not registered; {did_you_mean(str(name), known, registered)}"

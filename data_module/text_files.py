@@ -17,10 +17,10 @@ from data_module.errors import InputError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LONGEST_LINE = 16 * 2**20
-"""Bytes of a line above which a file is no text of sentences; one line of a small .gz could fill the memory."""
+"""Bytes of a line above which a file is not text in sentences; one line of a small .gz could fill the memory."""
 _BLOCK_BYTES = 2**17
 _FIRST_BYTES = 16
-"""No beginning in `_NOT_TEXT` is longer."""
+"""Length of the longest beginning in `_NOT_TEXT`, or more."""
 _NOT_TEXT = {
     b"\x1f\x8b": "gzip-compressed; let its name end in .gz, or unpack it (gunzip)",
     b"BZh91AY&SY": "compressed; unpack it (bunzip2)",
@@ -30,30 +30,30 @@ _NOT_TEXT = {
     b"\xff\xfe": "UTF-16; convert it (iconv -f UTF-16 -t UTF-8)",
     b"\xfe\xff": "UTF-16; convert it (iconv -f UTF-16 -t UTF-8)",
 }
-"""What a file is by its first bytes, if it is no text; the number of its lines would be meaningless."""
+"""First bytes of a file that is not text -> what it is; the number of its lines would be meaningless."""
 _ENOUGH_NULS = 16
-"""If this many are all at odd or all at even places of a block, that is no chance."""
+"""This many NUL bytes, all at odd or all at even places of a block, are no coincidence."""
 _OPEN_FILES = ("/dev/stdin", "/dev/fd", "/proc/self/fd")
 _MAX_NAMED_LINES = 3
 _SHOWN_CHARACTERS = 40
-"""An example of a defect is shown up to this character. A text in another script may be one unknown piece."""
+"""Length of the shown part of an example of a defect: a text in another script may be one unknown piece."""
 
 
 def open_file(path: str | Path) -> BufferedReader:
     """Open a regular file for reading lines of bytes; decompress it if its name ends in .gz.
 
-    Other files, such as pipes, are read only where a path names one that is open already, such as /dev/stdin.
+    Other files, such as pipes, are read only if the path names one that is already open, such as /dev/stdin.
 
     Raises:
-        InputError: the file cannot be opened, is a pipe or a device, or is no text. Reading raises it for damage of
-            the file and for a line of more than `LONGEST_LINE` bytes. The message names the file.
+        InputError: the file cannot be opened, is a pipe or a device, or is not text. Reading raises it if the file is
+            damaged or has a line of more than `LONGEST_LINE` bytes. The message names the file.
     """
     name = str(path)
     file = open_regular(path)
     reader = text_reader(gzip.GzipFile(fileobj=file) if name.endswith(".gz") else file, name, file)
     try:
         if not name.startswith(_OPEN_FILES):
-            reader.peek(1)  # what is no text is refused at once
+            reader.peek(1)  # Refuses a file that is not text at once.
     except InputError:
         reader.close()
         raise
@@ -80,8 +80,8 @@ def text_reader(file: FileIO | gzip.GzipFile, name: str, base: FileIO) -> Buffer
 
     Args:
         file: a `FileIO` or a `GzipFile`.
-        name: what to call it in messages.
-        base: what `file` decompresses, or the same.
+        name: the file's name in messages.
+        base: the file that `file` decompresses, or `file` itself.
     """
     return BufferedReader(_CheckedBytes(file, name, base), _BLOCK_BYTES)
 
@@ -91,8 +91,8 @@ class _CheckedBytes(RawIOBase):
 
     def __init__(self, file: FileIO | gzip.GzipFile, name: str, base: FileIO) -> None:
         self._file, self._name, self._base = file, name, base
-        # One read of the system's each, so that whoever types gets an answer to each line, and what is before the
-        # damage of a file is read.
+        # Each call is one read of the operating system, so that a user who types gets an answer to each line, and text
+        # before the damage of a file is read.
         self._read = file.read1 if isinstance(file, gzip.GzipFile) else file.read
         self._beginning = b""
         self._num_lines = self._unfinished = 0
@@ -115,7 +115,7 @@ class _CheckedBytes(RawIOBase):
         with read_errors(self._name):
             block: bytes | None = self._read(len(buffer))
         if block is None:
-            return None  # Standard input may be one that does not wait.
+            return None  # Standard input may be non-blocking.
         if len(self._beginning) < _FIRST_BYTES:
             self._beginning += block
             if kind := _no_text(self._beginning):
@@ -133,7 +133,7 @@ class _CheckedBytes(RawIOBase):
 
 
 def _no_text(beginning: bytes) -> str | None:
-    """Return what a file is by its first block, if it is no text."""
+    """Return what a file is according to its first bytes; None if it is text."""
     for first, kind in _NOT_TEXT.items():
         if beginning.startswith(first):
             return kind
@@ -179,8 +179,8 @@ class LineWarning:
         """Create a warning.
 
         Args:
-            message: what was done about the lines.
-            name: the file; none for standard input.
+            message: the defect, and what was done about the lines.
+            name: the file; empty for standard input.
         """
         self._message = message
         self._name = name
@@ -188,7 +188,7 @@ class LineWarning:
         self._last, self._count = 0, 0
 
     def add(self, number: int, example: str = "") -> None:
-        """Count line `number`, once if it is given several times in succession. The first line's example is named."""
+        """Count line `number`, once if it is added several times in a row. The message quotes the first example."""
         if number == self._last:
             return
         if example and not self._count:
@@ -209,10 +209,10 @@ class LineWarning:
 
 
 class StrayMarks:
-    """Notes on lines with bytes that are probably no part of their text, but are read as they are."""
+    """Notes on lines with bytes that are probably not part of their text, but are read unchanged."""
 
     def __init__(self, name: str = "") -> None:
-        """Create notes; `name` is that of the file, none for standard input."""
+        """Create notes on the file `name`, which is empty for standard input."""
         carriage_returns = (
             r"carriage returns inside, read as spaces; if they end lines, convert the file (tr '\r' '\n')"
         )
@@ -223,7 +223,7 @@ class StrayMarks:
         }
 
     def add(self, first: int, lines: Sequence[bytes]) -> None:
-        """Look at successive lines without a byte order mark at the file's beginning; `first` is a line's number."""
+        """Check successive lines, the first of them number `first`, without the file's own byte order mark."""
         text = b"".join(lines)
         for mark, note in self._notes.items():
             if mark in text:
@@ -232,5 +232,5 @@ class StrayMarks:
                         note.add(number)
 
     def texts(self) -> list[str]:
-        """Return a line for each kind of mark that there is."""
+        """Return a line for each kind of mark that was found."""
         return [text for note in self._notes.values() if (text := note.text())]

@@ -131,8 +131,8 @@ class TranslationDataModule(LightningDataModule):
     def val_dataloader(self) -> DataLoader[PaddedBatch]:
         """Return a loader of this rank's part of the validation pairs. Ranks have disjoint parts.
 
-        All pairs of a batch are of one source, and all or none are translated. Those that are come first, so that ranks
-        have equally many of them, and the longest ones first.
+        All pairs of a batch come from one source, and all or none of them are translated. Translated batches come
+        first, so that ranks have equally many of them, and longer ones before shorter ones.
         """
         rank, world_size = self._rank_and_size()
         corpus, settings = self.validation_corpus, self.settings

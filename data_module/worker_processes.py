@@ -21,12 +21,12 @@ _PARENT_CHECK_SECONDS = 2.0
 
 def num_processors() -> int:
     """Return the number of processors that this process may use."""
-    # The count leaves out what `taskset` or SLURM's binding has taken away; not all systems know that.
+    # Processors that `taskset` or SLURM's binding excludes do not count; not all systems report the affinity.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def require_shared_memory() -> None:
-    """Raise InputError if this process's workers could not hand anything over."""
+    """Raise InputError if this process's workers could not pass batches to it through shared memory."""
     if _SHARED_MEMORY.is_dir() and (error := write_error(_SHARED_MEMORY)):
         raise shared_memory_error(error)
 
@@ -34,8 +34,8 @@ def require_shared_memory() -> None:
 def shared_memory_error(reason: str) -> InputError:
     """Return the error for shared memory that cannot be written."""
     return InputError(
-        f"{_SHARED_MEMORY}: {reason}; the processes of batches.workers hand over batches in this shared memory: set "
-        "batches.workers 0, or make it larger or writable (containers have --shm-size)"
+        f"{_SHARED_MEMORY}: {reason}; the processes of batches.workers pass batches in this shared memory: set "
+        "batches.workers 0, or make it larger or writable (--shm-size of a container)"
     )
 
 
@@ -46,7 +46,7 @@ def identity(item: Item) -> Item:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Start processes with the signals blocked that SLURM or a closing terminal sends, which would terminate them.
+    """Block the signals of SLURM and of a closing terminal, which would terminate processes that are started inside.
 
     A loader's workers then set up their own handling in `ignore_signals`.
     """
@@ -61,8 +61,8 @@ def signals_blocked() -> Iterator[None]:
 def ignore_signals(_worker: int) -> None:
     """Ignore all signals but the SIGTERM by which a loader terminates its workers, and end with the loader's process.
 
-    SLURM sends its warnings to workers as well, and so does a terminal with Ctrl-C or when it is closed. If a worker
-    died of them, a training process would fail before it has saved a checkpoint.
+    SLURM sends its signals to workers as well, and so does a terminal on Ctrl-C or when it is closed. If a signal ended
+    a worker, the training process would fail before it has saved a checkpoint.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -71,7 +71,7 @@ def ignore_signals(_worker: int) -> None:
         return
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    # Not os.getppid(): if the parent has been killed meanwhile, that is the process that has taken this one over.
+    # Not os.getppid(): if the parent has been killed meanwhile, that is the process that adopted this one.
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_exit_with, args=(parent.pid,), daemon=True).start()
@@ -80,7 +80,7 @@ def ignore_signals(_worker: int) -> None:
 def _exit_with(parent: int) -> None:
     """Exit on a SIGTERM of the parent process, or when that process has ended.
 
-    PyTorch's own check is not enough: a worker whose batch no one reads waits for ever to write it.
+    PyTorch's own check is not enough: a worker whose batch no process reads waits forever to write it.
     """
     while os.getppid() == parent:
         received = signal.sigtimedwait({signal.SIGTERM}, _PARENT_CHECK_SECONDS)

@@ -26,7 +26,7 @@ NEVER_ENDS = 1 << 40
 """The length of an endless loader. With a length, Lightning does not fetch batches in advance."""
 
 _COLLECTIVES_END_SECONDS = 0.1
-"""How long to wait before forking workers on Python 3.11. Without other processes it takes some microseconds."""
+"""Wait before workers are forked on Python 3.11. On an idle machine the threads need a few microseconds."""
 
 
 class Position(TypedDict):
@@ -52,7 +52,7 @@ class RankBatchDataset(Dataset[RankBatch]):
         world_size: int,
         shape: RowShape,
     ) -> None:
-        """Store the arguments. Nothing is read before the first item, which is the first batch until `seek`.
+        """Store the arguments; nothing is read before the first item. Item 0 is the first batch until `seek` is called.
 
         Args:
             epochs: the epochs of the training corpus.
@@ -66,7 +66,7 @@ class RankBatchDataset(Dataset[RankBatch]):
         self.seek(0, 0)
 
     def seek(self, epoch: int, batch: int) -> None:
-        """Make item 0 the global batch of this index in this epoch."""
+        """Make item 0 the global batch with index `batch` of epoch `epoch`."""
         self._current: Epoch | None = None
         self._epoch, self._first_item = epoch, -batch
 
@@ -74,7 +74,7 @@ class RankBatchDataset(Dataset[RankBatch]):
         """Return this rank's part of the global batch `item` batches after the position. Items only increase."""
         if self._current is None:
             self._current = self._epochs.get(self._epoch)
-        # `_first_item` is the item that is the epoch's first batch. Workers take items in turn: one may skip an epoch.
+        # `_first_item` is the item of the epoch's first batch. Workers take items in turn, so one may skip an epoch.
         while item - self._first_item >= len(self._current.plan):
             self._first_item += len(self._current.plan)
             self._epoch += 1
@@ -94,8 +94,8 @@ class RankBatchDataset(Dataset[RankBatch]):
             num_batches=len(plan),
         )
         if get_worker_info() is not None:
-            # The thread that sends the batch would do it too, but where there is no room it loses the batch, for which
-            # the loader then waits for ever.
+            # PyTorch's sending thread would share the tensors too. But if shared memory is full, it loses the batch,
+            # and the loader waits for that batch forever.
             batch.ids.share_memory_()
             batch.pairs.share_memory_()
         return batch
@@ -169,14 +169,14 @@ class StatefulLoader(DataLoader[RankBatch]):
 
 @contextmanager
 def _naming_shared_memory() -> Iterator[None]:
-    """Raise InputError in place of the errors of shared memory that cannot be written, which name no path."""
+    """Convert errors of shared memory that cannot be written, which name no path, to an `InputError`."""
     try:
         yield
     except (OSError, RuntimeError) as error:
-        # Locks of the workers' queues raise the former without a name, tensors the latter.
+        # Locks of the workers' queues raise an OSError without a file name; tensors raise a RuntimeError.
         if getattr(error, "filename", None) or not (isinstance(error, OSError) or "shared memory" in str(error)):
             raise
-        # PyTorch's iterator, half made, would print an error of its own when it is deleted.
+        # PyTorch's half-constructed iterator would print another error when it is deleted.
         hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
         clear_frames(error.__traceback__)
         sys.unraisablehook = hook
@@ -188,8 +188,8 @@ def _naming_shared_memory() -> Iterator[None]:
 def _wait_for_collectives_to_end() -> None:
     """Give the process group's threads time to release the tensors of the last collective, before workers are forked.
 
-    To release one they register with the interpreter. Python 3.11 does not make that lock anew in a forked child
-    (3.12 does), so that a worker forked in this moment waits for it for ever.
+    To release a tensor, a thread takes a lock of the interpreter. Python 3.11 does not reset this lock in a forked
+    child (3.12 does), so a worker that is forked while the lock is held waits for it forever.
     """
     if sys.version_info < (3, 12) and dist.is_initialized():
         time.sleep(_COLLECTIVES_END_SECONDS)

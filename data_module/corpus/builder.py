@@ -40,7 +40,7 @@ from data_module.tokenization.training import WordCounts, train_on_words
 log = logging.getLogger(__name__)
 
 _ENOUGH_CHARACTERS = 2 * MAX_PIECE_CHARACTERS
-"""Distinct words with this many characters for each piece of a vocabulary certainly suffice to learn it."""
+"""Distinct words with this many characters per piece are always enough to learn a vocabulary."""
 _MARKED_TOKENS = 2**22
 """Tokens that are read at once to find out which pieces occur; their indices take 32 MB."""
 _MAX_UNKNOWN = 0.05
@@ -64,8 +64,8 @@ def learn_tokenizer(settings: CorpusSettings, checked: TextChecker, progress: bo
 def check_vocabulary_size(settings: CorpusSettings, checked: TextChecker) -> Tokenizer:
     """Learn a tokenizer, to raise InputError for a size that the training text does not allow, and return it.
 
-    Of a large text only the beginning is read, which has words enough, unless all of it decides which characters are
-    pieces. `learn_tokenizer` then learns other pieces.
+    Only the beginning of a large text is read, which has enough words, unless the whole text decides which characters
+    are pieces. `learn_tokenizer`, which reads the whole text, then learns other pieces.
 
     Args:
         settings: the recipe's `corpus:` section.
@@ -77,7 +77,7 @@ def check_vocabulary_size(settings: CorpusSettings, checked: TextChecker) -> Tok
 
 
 def add_casings(words: WordCounts, noise: NoiseSettings, protected: frozenset[str] = frozenset()) -> None:
-    """Count words in the casings of `corpus.noise` instead, as often as an epoch is expected to have them.
+    """Move part of each word's count to its casings in `corpus.noise`, as often as an epoch is expected to have them.
 
     Otherwise upper-case words would be spelled in single letters: they would take several times as many tokens, and
     what a model has learned of other words' pieces would not help with them.
@@ -94,7 +94,7 @@ def add_casings(words: WordCounts, noise: NoiseSettings, protected: frozenset[st
     for word, count in list(counts.items()):
         low = 0.0
         for kind, share in shares:
-            # Together, all casings get `count` at most.
+            # All casings together get at most `count`.
             expected = round(count * min(low + share, 1.0)) - round(count * low)
             low += share
             changed = with_casing(word, kind, protected)
@@ -156,7 +156,7 @@ def write_corpus(
 
 
 def _seen_pieces(folder: Path, settings: CorpusSettings, tokenizer: Tokenizer) -> bytes:
-    """Return which pieces the written training text has, on which side, as `Tokenizer` stores it."""
+    """Return on which sides of the written training text each piece occurs, as `Tokenizer` stores it."""
     seen = np.zeros((2, tokenizer.vocabulary_size), dtype=bool)
     for in_side, side in zip(seen, ("source", "target"), strict=True):
         for variant in range(settings.variants):
@@ -173,7 +173,7 @@ def count_words(
 
     Both sides of a pair are sampled together. Pairs that are certain to be dropped are left out. The words of a
     repeated source count as often as it is repeated, whatever its weight, which may change after preparation. Prefixes
-    are left out: they are pieces of their own. With `enough`, stop when all different words have that many characters.
+    are left out: they are pieces of their own. With `enough`, stop when the distinct words have that many characters.
     """
     checked.check_not_empty()
     train = checked.found["train"]
@@ -309,23 +309,23 @@ class _Split:
             writer.repeat_from(start, text.repeat - 1)
 
     def account(self, texts: list[TextSource]) -> SplitAccount:
-        """Return what the manifest says of the split, which has the pairs of `texts`, and warn of unknown text.
+        """Return the manifest's entry about the split, which has the pairs of `texts`, and warn of unknown text.
 
-        The record of sources is in the order of their pairs in the stores. A source's `pairs` kept pairs follow one
-        another, and are there `repeat` times.
+        The entry lists sources in the order of their pairs in the stores. The `pairs` kept pairs of a source are
+        contiguous, and are stored `repeat` times.
 
         Raises:
             InputError: no pair is left.
         """
         account = self.pair_filter.account
         account.check_not_empty(self._name)
-        # Repetitions count in the number of pieces but not in `_unknown`, which underestimates the fraction at worst.
+        # Repetitions count in the number of pieces but not in `_unknown`, so the fraction may only be too low.
         fraction = self._unknown / max(1, sum(writer.num_tokens for writer in self.writers))
         if fraction > _MAX_UNKNOWN:
             log.warning(
-                "%.0f %% of the %s text's pieces are unknown to the tokenizer, which was trained on other text: compare"
-                " the texts' languages and normal forms (NFC, NFD); with corpus.tokenizer or --init-from it was trained"
-                " elsewhere",
+                "%.0f %% of the %s text's pieces are unknown to the tokenizer: compare the language and the normal form"
+                " (NFC, NFD) of this text with those of the text that the tokenizer was trained on (with"
+                " corpus.tokenizer or --init-from: elsewhere)",
                 100 * fraction,
                 "training" if self._name == "train" else self._name,
             )
@@ -355,7 +355,7 @@ def _encode(encoder: WordEncoder, sentences: list[str], settings: CorpusSettings
 
 
 def _bar(description: str, total: int | None, progress: bool) -> tqdm:
-    """Return a bar that appears after two seconds, and in a log file is one line every half minute."""
+    """Return a progress bar that appears after two seconds; a log file gets a line every half minute."""
     return tqdm(
         desc=description,
         total=total,

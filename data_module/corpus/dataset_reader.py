@@ -67,13 +67,13 @@ class HubDataset(Reader):
             )
 
     def _key(self, name: str) -> str:
-        """Return what to call the source's language, if it names one, or else the corpus's."""
+        """Return the name of a language's key for messages: the source's own key if it is set, else the corpus's."""
         return f"its {name}" if getattr(self.text, name) else f"corpus.{name}"
 
 
 def _library() -> ModuleType:
     try:
-        # Its imports take a second, and are an extra of the package.
+        # Its imports take a second, and need packages of an extra.
         from data_module.corpus import dataset_library
     except ImportError as error:
         raise InputError(f"a `dataset` source needs a library ({error}); run: {install('datasets')}") from error

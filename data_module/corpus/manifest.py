@@ -26,7 +26,7 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 
 
 class SourceFile(TypedDict):
-    """A file of text, so that a corpus can be compared with it."""
+    """A text file that a corpus was made from, to compare the corpus with."""
 
     file: str
     bytes: int
@@ -48,7 +48,7 @@ class Origin(Inputs):
 
 
 class SourcePairs(TypedDict):
-    """How many pairs of a split come from one source; they follow one another, `repeat` times."""
+    """How many pairs of a split come from one source; they are contiguous and stored `repeat` times."""
 
     name: str
     pairs: int
@@ -88,7 +88,7 @@ class SplitAccount(PairCounts, TokenCounts):
 
 
 class TrainAccount(SplitAccount):
-    """The entry of the training split, whose own counts are those of the first variant."""
+    """The training split's entry in the manifest; its own token counts are those of the first variant."""
 
     variants: list[TokenCounts]
 
@@ -129,9 +129,9 @@ _SHAPE = {
     "train": {**_ACCOUNT, "variants": [_COUNTS]},
     "validation": _ACCOUNT,
 }
-"""The types of what programs read of a manifest."""
+"""The types of the values that programs read from a manifest."""
 _HEADER_BYTES = 128
-"""Of a one-dimensional .npy file; lengths have two bytes each."""
+"""Size of the header of a one-dimensional .npy file; each length takes two bytes."""
 _MAX_LINES = 3
 _REBUILD = f"run `{PROGRAM} prepare` with --force to rebuild it"
 
@@ -185,7 +185,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _uncounted(manifest: PlainValues) -> str:
-    """Return a key that says more or less than the corpus's files hold; empty if there is none."""
+    """Return a key whose counts do not match the corpus's files; empty if all keys match."""
     if not manifest["train"]["variants"]:
         return "train.variants"
     for split in SPLITS:
@@ -235,7 +235,7 @@ def differences(manifest: Mapping[str, object], wanted: Mapping[str, object]) ->
     names = {"settings": "corpus"}  # as in the recipe
     phrases: list[str] = []
     for key in wanted:
-        # Other files follow from other text sources.
+        # Changed text sources explain changed files.
         if key != "source_files" or not any(phrase.startswith(TEXT_KEYS) for phrase in phrases):
             phrases += changes(names.get(key, key), manifest.get(key), wanted[key])
     return phrases
@@ -258,14 +258,14 @@ def _text_name(text: PlainValues) -> str:
 
 
 def changes(name: str, had: Any, wanted: Any) -> list[str]:
-    """Return the differences between what is stored under a key and what is asked for now, one phrase each.
-
-    Args:
-        name: the key, "" for all of a recipe.
-        had: the stored value, a dictionary if it has keys of its own.
-        wanted: the value that is asked for.
+    """Return the differences between the stored and the wanted value of a key, one phrase each.
 
     Each phrase begins with the key that differs.
+
+    Args:
+        name: the key, "" for a whole recipe.
+        had: the stored value, a dictionary if it has keys of its own.
+        wanted: the value that is asked for now.
     """
     if isinstance(had, dict) and isinstance(wanted, dict):
         names = {key: f"{name}.{key}" if name else key for key in {**wanted, **had}}
@@ -279,7 +279,7 @@ def changes(name: str, had: Any, wanted: Any) -> list[str]:
         return []
     if name in TEXT_KEYS and (had or wanted):
         return [f"{name}: {_changed_texts(had or [], wanted or [])}"]
-    # YAML has values that JSON has not, such as dates.
+    # YAML has values that JSON lacks, such as dates.
     before, now = (json.dumps(value, ensure_ascii=False, default=str) for value in (had, wanted))
     return [f"{name} was {before}, now {now}"]
 
@@ -307,8 +307,8 @@ def source_names(texts: Sequence[TextSource]) -> list[str]:
     """Return a name for each text source of a split, of letters, digits, `_`, `-` and `.`.
 
     A source is named by its `name`, else by the letters and digits of its `prefix` (`de` for `>>de<<`), else by its
-    file or data set (`news` for `text/news.en.gz`). Sources may share a name, or a prefix, and then are one in reports.
-    A name made from a file gets a number where another source has it.
+    file or data set (`news` for `text/news.en.gz`). Sources that share a name or a prefix are one source in reports.
+    A name made from a file gets a number if another source has the same name.
     """
     given = [text.name or _of_prefix(text.prefix or "") for text in texts]
     taken, names = set(given), []

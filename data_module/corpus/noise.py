@@ -49,7 +49,7 @@ _LETTERS = re.compile(rf"(?:{_LETTER}){{{MIN_LETTERS},}}")
 _NOT_PLAIN = re.compile(r"[\d_@<>{}\\/]|[.:]\w")
 _FINAL = ".!?…。！？؟۔।"
 _FIRST_LETTER = re.compile(r"(?:^|(?<= ))([^\w ]*)([^\W\d_])")
-# Three letters or digits, because a full stop behind fewer often ends an abbreviation.
+# Three letters or digits, because a full stop after fewer often ends an abbreviation.
 _SENTENCE_END = re.compile(rf"(?<=[\w{_MARKS}]{{3}}[{_FINAL}]) (?=\S)")
 
 
@@ -61,7 +61,7 @@ def draw_kinds(settings: NoiseSettings, num_pairs: int, random: Generator) -> ND
     Args:
         settings: the probability of each kind.
         num_pairs: number of pairs.
-        random: one uniform number a pair is drawn for the casing and for each other kind, whatever the settings.
+        random: draws a uniform number per pair for the casing, and one for each other kind, whatever the settings.
 
     Returns:
         Whether each pair gets each kind, bool [num_pairs, len(NOISE_KINDS)]; columns as in `NOISE_KINDS`.
@@ -121,7 +121,7 @@ def with_casing(text: str, kind: str, protected: frozenset[str] = frozenset()) -
 def without_final_punctuation(text: str, protected: frozenset[str] = frozenset()) -> str:
     """Return the text without full stops, exclamation and question marks at its end.
 
-    A text that has nothing visible else, or nothing but protected symbols before them, stays as it is.
+    A text with nothing visible before them, or with nothing but protected symbols, stays as it is.
     """
     rest = _split_final(text, protected)[0]
     return text if all(word in protected or is_blank(word) for word in rest.split(" ")) else rest
@@ -133,8 +133,8 @@ def insert(
     """Return both sides with a string put at matching places, with a space on each side of it where there is text.
 
     The place is drawn: the start, the end, before the final punctuation, or between two sentences if both sides have
-    the same number of sentences, two or more. Otherwise the end is taken. A prefix of the source, such as the name of a
-    language, stays its first word: a protected symbol that the target does not have.
+    the same number of sentences, two or more. Otherwise the end is taken. The source keeps its prefix as first word: a
+    protected symbol that the target does not have, such as the name of a language.
     """
     place, which = random.random(2).tolist()
     if place < 0.25:
@@ -189,7 +189,7 @@ def misspell(text: str, random: Generator, protected: frozenset[str] = frozenset
 
     Args:
         text: a sentence.
-        random: consumed alike for texts of the same number of words, as long as no word is misspelled.
+        random: draws one number per word, and more for each word that is misspelled.
         protected: symbols that have to stay whole.
     """
     words = text.split(" ")
@@ -215,7 +215,7 @@ def _with_typo(word: str, random: Generator) -> str:
         return word
     kind, place = random.random(2).tolist()
     letters = re.findall(_LETTER, run[0])
-    # Both letters of a swap are behind the first one.
+    # Both letters of a swap come after the first letter.
     index = 1 + int(place * (len(letters) - 2))
     before, after = word[: run.start()] + "".join(letters[:index]), "".join(letters[index + 2 :]) + word[run.end() :]
     letter, following = letters[index : index + 2]

@@ -1,4 +1,4 @@
-"""The pairs of a corpus: read from any source as clean sentences, filtered, and every dropped pair accounted for."""
+"""The pairs of a corpus: read from any source as clean sentences and filtered, with an account of dropped pairs."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -27,7 +27,7 @@ class PairChunk:
     """Successive pairs of one source.
 
     White space is normalized. A sentence of invalid UTF-8 or without a visible character is empty. Source sentences
-    begin with the source's prefix, if it has one, except for empty ones.
+    that are not empty begin with the prefix of the text source, if it has one.
     """
 
     names: tuple[str, str]
@@ -114,7 +114,7 @@ def read_pairs(
 
 
 def with_prefix(chunk: PairChunk, prefix: str | None) -> PairChunk:
-    """Return a chunk that was read without its source's prefix, with it."""
+    """Add the prefix of the text source to a chunk that was read without it."""
     if prefix is None:
         return chunk
     return replace(chunk, source=[f"{prefix} {sentence}" if sentence else "" for sentence in chunk.source])
@@ -151,7 +151,7 @@ def max_characters(settings: CorpusSettings) -> int:
 
 
 def least_lengths(sentences: list[str], settings: CorpusSettings) -> np.ndarray:
-    """Return a number of pieces that each sentence has at least, int64 [sentences]: a word is one piece or more.
+    """Return a lower bound on each sentence's number of pieces, int64 [sentences]: a word is one piece or more.
 
     It is more than `max_tokens` for a sentence with more words, or with more than `max_characters`.
     """

@@ -33,7 +33,7 @@ from data_module.tokenization.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 _DEFAULTS = {field.name: field.default for field in fields(CorpusSettings) if field.default is not MISSING}
-"""Settings that a corpus has not stored are newer than it is, and have had no other value."""
+"""Settings that a manifest lacks are newer than its corpus, which was made as if they had their defaults."""
 
 
 def prepare(
@@ -49,7 +49,7 @@ def prepare(
 
     Args:
         settings: the recipe's `corpus:` section.
-        tokenizer: that of a run to start from. It replaces the tokenizer trained on the text, and the settings'
+        tokenizer: the tokenizer of a run to start from. It replaces a tokenizer trained on the text, and the settings'
             `vocabulary_size`.
         force: rebuild the corpus even if it is up to date or was made from other inputs.
         progress: show progress bars on standard error for stages of more than two seconds.
@@ -58,8 +58,8 @@ def prepare(
         The manifest.
 
     Raises:
-        InputError: the settings or a source are invalid, the folder holds a corpus of other inputs or settings, is
-            truncated, of another format, or no corpus, or the disk is full; or a run trains on the corpus that would be
+        InputError: the settings or a source are invalid; the folder is no corpus, or one that is truncated, of another
+            format, or of other inputs or settings; the disk is full; or a run trains on the corpus that would be
             replaced. No partial corpus is left behind.
     """
     check_settings(settings)
@@ -67,7 +67,7 @@ def prepare(
     folder = Path(settings.folder)
     if force:
         with _unused(folder):
-            pass  # This is checked again after the long work, during which runs may begin.
+            pass  # Checked again before the corpus is replaced, because runs may begin meanwhile.
     elif is_corpus(folder):
         read_manifest(folder)  # A truncated corpus, or one of another format, is refused before the texts are read.
     wanted = _wanted(settings)
@@ -108,7 +108,7 @@ def _make(
 
 @contextmanager
 def in_use(folder: Path) -> Iterator[None]:
-    """Keep `prepare --force` from replacing a corpus, by a shared lock on its manifest. It ends with the process."""
+    """Keep `prepare --force` from replacing a corpus, by a shared lock on its manifest, which ends with the process."""
     with ExitStack() as lock:
         with suppress(OSError):  # A corpus can be trained on where its file system has no locks.
             lock.enter_context(FileLock(folder / MANIFEST_NAME, os.O_RDONLY)).take(shared=True, wait=True)
@@ -117,7 +117,7 @@ def in_use(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _unused(folder: Path) -> Iterator[None]:
-    """Keep runs from beginning to train on a corpus; raise InputError if one trains on it already."""
+    """Keep runs from starting to train on a corpus; raise InputError if a run already trains on it."""
     with ExitStack() as stack:
         with suppress(OSError):  # There is no corpus, or its file system has no locks.
             lock = stack.enter_context(FileLock(folder / MANIFEST_NAME, os.O_RDWR))
@@ -155,7 +155,7 @@ def existing_corpus(settings: CorpusSettings, *, compare_texts: bool) -> Manifes
 
 
 def _settings_dict(settings: CorpusSettings) -> PlainValues:
-    # The folder is left out because a corpus may be moved, and weights because they are of the epochs.
+    # The folder is left out because a corpus may be moved, and weights because only epochs depend on them.
     values = {key: value for key, value in asdict(settings).items() if key != "folder"}
     for text in (text for split in ("train", "validation", "test") for text in values[split]):
         del text["weight"]
@@ -208,7 +208,7 @@ def _up_to_date(
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder, which need not exist. The operating system releases it if the process dies.
 
-    The lock's file is removed at the end, so that no other user meets a file that is not theirs.
+    The lock file is removed at the end, because another user could not lock it.
     """
     path = lock_file(folder)
     with FileLock(path) as lock:
@@ -238,7 +238,7 @@ def _remove_leftovers(folder: Path) -> None:
         OSError: one of them cannot be removed.
     """
     for leftover in (_partial(folder), _replaced(folder)):
-        if leftover.is_symlink():  # somebody else's, which leads elsewhere
+        if leftover.is_symlink():  # not made by `prepare`; it leads elsewhere
             leftover.unlink()
         elif leftover == _replaced(folder) and leftover.exists() and not folder.exists():
             leftover.rename(folder)
@@ -257,7 +257,7 @@ def _replacing(folder: Path) -> Iterator[Path]:
     finally:
         try:
             _remove_leftovers(folder)
-        except OSError as error:  # The corpus is complete, or another error is on its way.
+        except OSError as error:  # The corpus is complete, or another error is being raised.
             log.warning("%s: cannot be removed: %s; remove it", error.filename, error.strerror)
 
 

@@ -23,7 +23,7 @@ from data_module.tokenization.tokenizer import Tokenizer
 from data_module.worker_processes import identity, ignore_signals, num_processors, signals_blocked
 
 CHUNK_PAIRS = 2**14
-"""How many pairs are encoded at a time: a few seconds' work. Other chunks would draw other numbers."""
+"""Pairs per chunk: a few seconds' work. With another chunk size, other random numbers would be drawn."""
 
 
 class VariantText:
@@ -47,7 +47,7 @@ class VariantText:
             self._write_chunk()
 
     def end_source(self, repeat: int) -> None:
-        """Let the pairs since the last source's end occur `repeat` times. Each time they are encoded in another way."""
+        """End a source, whose pairs occur `repeat` times. Each occurrence is encoded with other random numbers."""
         if self._lines:
             self._write_chunk()
         self.chunks += self.chunks[self._first_of_source :] * (repeat - 1)
@@ -139,7 +139,7 @@ def write_variants(
     Args:
         folder: the corpus folder, which is not complete yet.
         text: the training text.
-        tokenizer: the corpus's.
+        tokenizer: the tokenizer of the corpus.
         settings: the recipe's `corpus:` section.
         advance: called with the number of pairs that have been written.
 
@@ -163,7 +163,7 @@ def write_variants(
                     advance(len(source_chunk.lengths))
             counts.append(token_counts(source, target))
     except RuntimeError as error:
-        # PyTorch raises it in a signal handler, at any line. It names the processes, and not why they have ended.
+        # PyTorch raises it in a signal handler, at any line. It names the processes, but not why they ended.
         if "exited unexpectedly" not in str(error) and "killed by signal" not in str(error):
             raise
         raise InputError(

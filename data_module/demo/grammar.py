@@ -1,7 +1,7 @@
 """A parallel grammar of English and German: noun phrases, verbs and clauses, with inflection and word order.
 
 A noun phrase (`Nominal`) and a `Clause` hold both languages, so that every English sentence has exactly one German
-translation. Covered are gender, case, adjective endings, verb-second and verb-last order, separable and modal verbs.
+translation. It has gender, case, adjective endings, verb-second and verb-last order, separable and modal verbs.
 """
 
 import re

@@ -15,7 +15,7 @@ from data_module.worker_processes import num_processors
 # Enough for the frequent words of a large corpus; about 300 MB.
 _MAX_CACHED_WORDS = 1_000_000
 MAX_SEGMENTATIONS = 16
-"""Largest number of segmentations of a word in one call; a rarer word has as many as occurrences."""
+"""Largest number of segmentations of a word in one call; a rarer word has one for each occurrence."""
 MAX_CHARACTERS = 500
 """A longer word gets its plain segmentation, because time grows with the square of its length."""
 _NO_MERGE = float("inf")
@@ -24,7 +24,7 @@ _NO_MERGE = float("inf")
 class WordEncoder:
     """Encodes sentences five times as fast as the tokenizer, by caching the ids of each word.
 
-    The result is the same, because pieces never cross a space, and sentences in which a word's place matters are
+    The result is the same, because pieces never cross a space, and a sentence in which the place of a word matters is
     encoded as a whole.
     """
 
@@ -48,8 +48,8 @@ class WordEncoder:
         ids_of = self._ids.__getitem__
         encoded = [b"".join(map(ids_of, words)) for words in split]
         if self._tokenizer.pair:
-            # Word by word, a language code would become its piece at any place. The tokenizer takes it for a code at
-            # the beginning of a line only.
+            # Encoded word by word, a language code would become its piece at any place. The tokenizer treats it as a
+            # code only at the beginning of a line.
             places = [place for place, sentence in enumerate(sentences) if " >>" in sentence]
             whole = self._tokenizer.encode_cleaned([sentences[place] for place in places])
             for place, ids in zip(places, whole, strict=True):
@@ -62,10 +62,10 @@ class DropoutEncoder:
     """Encodes sentences with BPE-dropout (Provilkov, Emelianenko and Voita 2020, Algorithm 1): words split at random.
 
     A word starts as its characters. At each step, every possible merge of two neighbours is left out with probability
-    `dropout`, and of those left the one with the highest priority is applied. The segmentation ends when none is left.
+    `dropout`, and the remaining merge with the highest priority is applied. The segmentation ends when none remains.
 
     sentencepiece has BPE-dropout too, but no seed makes two processes draw the same numbers: it mixes a number of the
-    process into the seed. It also leaves a merge out for good where the paper's algorithm may apply it at a later step.
+    process into the seed. It also drops a merge for good, where the paper's algorithm may apply it at a later step.
     """
 
     def __init__(self, tokenizer: Tokenizer, dropout: float) -> None:
@@ -122,7 +122,7 @@ class DropoutEncoder:
         pieces, dropout, rank_of = list(characters), self._dropout, self._ranks.get
         ranks = [rank_of(left + right, _NO_MERGE) for left, right in pairwise(pieces)]
         while True:
-            # Of equal ranks the first one wins.
+            # Of merges with equal ranks, the first one wins.
             kept = [(rank, i) for i, rank in enumerate(ranks) if rank < _NO_MERGE and draw() >= dropout]
             if not kept:
                 return [self._ids[piece] for piece in pieces]

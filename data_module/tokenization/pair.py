@@ -15,7 +15,7 @@ from data_module.errors import InputError
 SOURCE_FIELD, TARGET_FIELD = 1001, 1002
 """Numbers of the fields; sentencepiece leaves those from 200 on to others."""
 SPACE_MARK = "\u2581"
-"""What sentencepiece represents a space by. Text that contains it gets a space in its place."""
+"""The character by which sentencepiece represents a space. In text it is replaced by a space."""
 
 
 def join_models(source: bytes, target: bytes, pieces: Sequence[str]) -> bytes:
@@ -23,7 +23,7 @@ def join_models(source: bytes, target: bytes, pieces: Sequence[str]) -> bytes:
 
     Args:
         source: the sentencepiece model of source sentences.
-        target: that of target sentences.
+        target: the sentencepiece model of target sentences.
         pieces: the vocabulary in the order of the ids, beginning with the padding, unknown, begin and end symbols.
 
     Raises:
@@ -48,7 +48,7 @@ def join_models(source: bytes, target: bytes, pieces: Sequence[str]) -> bytes:
 
 def split_models(model: bytes) -> tuple[bytes, bytes] | None:
     """Return the models of source and target sentences from their stored form; None for any other model."""
-    # Only few models have them, and reading a large one takes a second.
+    # Few models have the fields, and parsing a large model takes a second.
     if _tag(SOURCE_FIELD) not in model:
         return None
     from google.protobuf.unknown_fields import UnknownFieldSet  # which only these models need
@@ -74,16 +74,16 @@ class PairEncoder:
         self.processor = sentencepiece.SentencePieceProcessor()
         self.processor.load_from_serialized_proto(model)
         self._ids, self._unk_id = {piece: number for number, piece in enumerate(pieces)}, unk_id
-        # The vocabulary's symbols are no text, though a model may have pieces that are spelt so.
+        # The vocabulary's symbols are no text, though a model may have pieces with their spelling.
         own = [self.processor.id_to_piece(number) for number in range(self.processor.get_piece_size())]
         self._table = np.array([self._ids.get(piece, unk_id) for piece in own], dtype=np.int32)
 
     def encode(self, lines: Sequence[str], num_threads: int) -> list[np.ndarray]:
         """Return the ids of each line, int32.
 
-        A piece that the vocabulary lacks becomes the unknown symbol. Characters that the model does not know are one
-        piece, which the vocabulary may have, as a piece of the other model. A language code such as `>>de<<` at the
-        beginning of a line is one piece.
+        A piece that the vocabulary lacks becomes the unknown symbol. A run of characters that the model does not know
+        is one piece, which the vocabulary may have as a piece of the other model. A language code such as `>>de<<` at
+        the beginning of a line is one piece.
         """
         coded = [_split_code(line) for line in lines]
         in_model = self.processor.encode([text for _, text in coded], out_type="numpy", num_threads=num_threads)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PAD_ID, UNK_ID, BOS_ID, EOS_ID = range(4)
 NUM_SPECIAL_IDS = 4
 MAX_PIECE_CHARACTERS = 16
-"""A user symbol may have more."""
+"""Maximum length of a learned piece; a user symbol may be longer."""
 NUM_BYTES = 256
 """Number of pieces that byte fallback adds."""
 SPECIAL_NAMES = ("<pad>", "<unk>", "<s>", "</s>")
@@ -33,13 +33,13 @@ SPECIAL_NAMES = ("<pad>", "<unk>", "<s>", "</s>")
 BYTE_NAMES = tuple(f"<0x{byte:02X}>" for byte in range(NUM_BYTES))
 """The pieces of the bytes, with byte fallback."""
 _SEEN = ".seen"
-"""What the name of a file has in place of `.model` that says which pieces training has seen."""
+"""Suffix, in place of `.model`, of the file that records which pieces training has seen."""
 # All characters that some program treats as the end of a line or column; NUL; U+001F, which sentencepiece does not
-# learn; and its mark of a space. Other white space, such as U+00A0, is part of the text.
+# learn; and sentencepiece's mark of a space. Other white space, such as U+00A0, is part of the text.
 SPACE_LIKE = "\0\t\r\v\f\x1c\x1d\x1e\x1f\x85\u2028\u2029" + SPACE_MARK
 
-# White space, control characters, and what Unicode says to ignore by default where it cannot be displayed, such as
-# zero-width characters; also the blank pattern of Braille.
+# White space, control characters, and Unicode's Default_Ignorable_Code_Point characters, such as zero-width ones; also
+# the blank pattern of Braille.
 _INVISIBLE = (
     "\0- \x7f-\xa0\xad\u034f\u061c\u115f\u1160\u1680\u17b4\u17b5\u180b-\u180f\u2000-\u200f\u2028-\u202f\u205f-\u206f"
     "\u2800\u3000\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
@@ -72,19 +72,19 @@ def clean_lines(text: str) -> list[str]:
     An invisible character between words stays.
     """
     lines = normalize_white_space(text).split("\n")
-    # Few lines, if any, begin with an invisible character, and a look at each line takes a while.
+    # Few lines, if any, begin with an invisible character, and matching each line is slow.
     if _INVISIBLE_TEXT.search("".join([line[:1] for line in lines])):
         lines = ["" if _INVISIBLE_TEXT.fullmatch(line) else line for line in lines]
     return lines
 
 
 def is_blank(text: str) -> bool:
-    """Return whether a text has no visible character, and is empty to a model."""
+    """Return whether a text has no visible character, and so is empty for a model."""
     return not any(clean_lines(text))
 
 
 def is_decomposed(text: str) -> bool:
-    """Return whether an accent follows its letter where one character has both (NFD and NFC; marks of `_MARK`)."""
+    """Return whether a letter and an accent of `_MARK` are two characters (NFD) that have a single one (NFC)."""
     return bool(_MARK.search(text)) and len(unicodedata.normalize("NFC", text)) < len(text)
 
 
@@ -111,17 +111,17 @@ class Tokenizer:
                 occurs in a target sentence. None if that is not known.
 
         Raises:
-            InputError: the bytes are no sentencepiece model, its special ids are not this project's, or `seen` is that
-                of another vocabulary.
+            InputError: the bytes are no sentencepiece model, its special ids are not this project's, or `seen` belongs
+                to another vocabulary.
         """
-        # Imported here because mistakes in a recipe are refused before, and batches are loaded without it.
+        # Imported late: mistakes in a recipe are refused first, and loading batches does not need it.
         import sentencepiece
 
         self.model = model
         self.sha256 = hashlib.sha256(model).hexdigest()
         try:
             processor = sentencepiece.SentencePieceProcessor()
-            # sentencepiece loads an empty model and fails only when it is used.
+            # sentencepiece would load an empty model and fail only when that is used.
             processor.load_from_serialized_proto(model or b"none")
         except RuntimeError as error:
             raise InputError("not a tokenizer: no sentencepiece model; run prepare again") from error
@@ -138,8 +138,8 @@ class Tokenizer:
         self.vocabulary_size: int = processor.get_piece_size()
         if seen is not None and len(seen) != self.vocabulary_size:
             raise InputError(
-                f"has {self.vocabulary_size} pieces, and the record of those that training had has {len(seen)}; copy or"
-                " create both again"
+                f"has {self.vocabulary_size} pieces, but its file {_SEEN} of pieces that training has seen has"
+                f" {len(seen)}; copy or create both files again"
             )
         self.seen = seen
         self.lowercase: bool = self._encoder.normalize("A").endswith("a")
@@ -147,7 +147,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":
-        """Load a model file, and what `save` has written beside it.
+        """Load a model file, and the record of seen pieces that `save` has written beside it.
 
         Raises:
             InputError: the file cannot be read, or is no tokenizer; the message names it.
@@ -161,7 +161,7 @@ class Tokenizer:
             raise InputError(f"{path}: {error}") from error
 
     def save(self, path: Path) -> None:
-        """Write the model, and beside it which pieces training has seen, if that is known."""
+        """Write the model, and beside it the record of pieces that training has seen, if that is known."""
         path.write_bytes(self.model)
         if self.seen is not None:
             path.with_suffix(_SEEN).write_bytes(self.seen)
@@ -170,7 +170,7 @@ class Tokenizer:
         return Tokenizer, (self.model, self._encodes_target, self.seen)
 
     def also_seen(self, other: "Tokenizer | None") -> "Tokenizer":
-        """Return this tokenizer with the pieces that were seen with it or with another one of the same model."""
+        """Return this tokenizer with the pieces that training saw with it or with another one of the same model."""
         if other is None or other.model != self.model:
             return self
         both = self.seen and other.seen and bytes(a | b for a, b in zip(self.seen, other.seen, strict=True))
@@ -202,9 +202,8 @@ class Tokenizer:
     def encode(self, sentences: list[str], num_threads: int = 1) -> list[np.ndarray]:
         """Return the piece ids of each source sentence, int32 without special ids. Unknown characters become `unk_id`.
 
-        A sentence without a visible character has none; see `clean_lines`. With byte fallback no character is unknown.
-        For target sentences, see `target`.
-        The GIL is released.
+        A sentence without a visible character has no ids; see `clean_lines`. With byte fallback no character is
+        unknown. For target sentences, see `target`. The GIL is released.
         """
         lines = "\n".join(sentences)
         if lines.count("\n") >= len(sentences):
@@ -218,14 +217,14 @@ class Tokenizer:
         return self._processor.encode(sentences, out_type="numpy", num_threads=num_threads)
 
     def spell(self, sentence: str) -> list[str]:
-        """Return the pieces of a source sentence as text, in the order of their ids: unknown characters as they are."""
+        """Return the pieces of a source sentence as text, in the order of their ids; unknown characters are kept."""
         encoder = self._pair_encoder or self._processor
         return list(encoder.encode_as_pieces(normalize_white_space(sentence.replace("\n", " "))))
 
     def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each sequence of ids. Special ids, including `unk_id`, are skipped.
 
-        With byte fallback, ids may be any bytes. Those that are no UTF-8 become U+FFFD each, and white space is
+        With byte fallback, ids may spell any bytes. Each byte that is not UTF-8 becomes U+FFFD, and white space is
         normalized, because bytes can also spell line breaks and tabs.
         """
         text = [[int(piece) for piece in row if piece >= NUM_SPECIAL_IDS] for row in ids]
@@ -242,12 +241,12 @@ class Tokenizer:
         return self._encoder.normalize(list(words))
 
     def lower(self, sentences: Sequence[str]) -> list[str]:
-        """Return sentences in lower case as a tokenizer that lower-cases decodes them: user symbols keep their case."""
+        """Return sentences in lower case, as a lower-casing tokenizer decodes them: user symbols keep their case."""
         return [text.removeprefix(SPACE_MARK).replace(SPACE_MARK, " ") for text in self.normalize(sentences)]
 
     @cached_property
     def is_bpe(self) -> bool:
-        """Whether it is one byte-pair encoding, which BPE-dropout needs."""
+        """Whether the model is a single byte-pair encoding, as BPE-dropout needs."""
         spec = self.proto().trainer_spec
         return not self.pair and bool(spec.model_type == spec.BPE)
 
@@ -265,7 +264,7 @@ class Tokenizer:
     def user_symbols(self) -> list[str]:
         """The user symbols that the tokenizer was trained with, in the order of their ids.
 
-        Of two models with one vocabulary, these are the language codes in the vocabulary.
+        For two models with one vocabulary, these are the language codes in the vocabulary.
         """
         if self.pair:
             return [piece for piece in self._pieces if is_code(piece)]
@@ -280,7 +279,7 @@ class Tokenizer:
         return frozenset([self.unk_id, *map(self._processor.piece_to_id, names)])
 
     def knows_other_form(self, sentence: str, ids: Sequence[int]) -> bool:
-        """Return whether more of a sentence has pieces in the other of the normal forms NFC and NFD.
+        """Return whether more characters of a sentence have pieces in the other one of the normal forms NFC and NFD.
 
         Args:
             sentence: the sentence.

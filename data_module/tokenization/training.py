@@ -30,16 +30,16 @@ from data_module.tokenization.tokenizer import (
 )
 
 MIN_CHARACTER_COUNT = 20
-"""With byte fallback, a character that the text has less often than this gets no piece of its own."""
+"""With byte fallback, a character that occurs less often than this gets no piece of its own."""
 # Training takes about 0.7 kB for each distinct word of text with spaces, and 2 kB for each sentence of 12 characters
-# without. So words are counted of no more lines than have about this number of distinct words of 12 characters, the
-# space included, or as many characters in longer or shorter words.
+# of text without spaces. So words are counted in at most as many lines as have about this number of distinct words of
+# 12 characters, the space included, or as many characters in longer or shorter words.
 _MAX_COUNTED_WORDS = 2_000_000
 _MEAN_CHARACTERS = 12
 _ABOVE_HASHES = 2**32
 _CHUNK_WORDS = 100_000
 _LONGEST_WORD = 1000
-"""Characters of a word that are given to sentencepiece together: it leaves out lines of more than 4,192 bytes."""
+"""Characters of a word that sentencepiece gets in one line: it leaves out lines of more than 4,192 bytes."""
 
 
 class WordCounts:
@@ -48,8 +48,8 @@ class WordCounts:
     Pieces never cross a space, so training on word counts gives the same pieces as training on the sentences, in a
     fraction of the memory and time.
 
-    If a text has more distinct words than memory allows, as text without spaces has, words are counted of half of its
-    lines, or a quarter and so on. A hash of the line decides, so that all lines have the same chance and their order
+    If a text has more distinct words than memory allows, such as text without spaces, words are counted in half of its
+    lines, a quarter and so on. A hash of the line decides, so that all lines have the same chance and their order
     changes nothing. The lowest bit that is set in a hash is 1 for half of the lines, 2 for a quarter and so on.
     """
 
@@ -60,7 +60,7 @@ class WordCounts:
         self._least_bit = 1
         """Lines with a lower bit are not counted."""
         self._characters = 0
-        """Of the words of `_least_bit`, one space each included."""
+        """Number of characters of the words of `_least_bit`, with a space for each."""
         self._seen = np.zeros(0x110000, dtype=bool)
 
     @property
@@ -75,7 +75,7 @@ class WordCounts:
         r"""Count the words of normalized "\n"-separated lines `times` times."""
         split = lines.split("\n")
         hashes = np.fromiter(map(zlib.crc32, lines.encode().split(b"\n")), dtype=np.int64, count=len(split))
-        hashes |= _ABOVE_HASHES  # so that each has a bit that is set
+        hashes |= _ABOVE_HASHES  # Each hash needs a bit that is set.
         lowest_bits = hashes & -hashes
         for bit in np.unique(lowest_bits).tolist():
             if bit < self._least_bit:
@@ -86,14 +86,14 @@ class WordCounts:
                 counts.update(words)
             if bit == self._least_bit:
                 self._characters += _num_characters(islice(reversed(counts), len(counts) - num_before))
-        # The words of the least bit are those of half of the lines that are counted.
+        # The words of the least bit come from half of the counted lines.
         while 2 * self._characters > _MAX_COUNTED_WORDS * _MEAN_CHARACTERS:
             del self._by_bit[self._least_bit]
             self._least_bit *= 2
             self._characters = _num_characters(self._by_bit[self._least_bit])
 
     def num_characters(self) -> int:
-        """Return the number of characters of all distinct words together, one space each included."""
+        """Return the number of characters of all distinct words together, with a space for each."""
         return _num_characters(set().union(*self._by_bit.values()))
 
     def add_characters(self, lines: str) -> None:
@@ -107,7 +107,7 @@ class WordCounts:
 
     def character_counts(self, without: Sequence[str] = ()) -> dict[str, int]:
         """Return how often each character occurs in the counted words, outside the strings `without`."""
-        # Of two strings that begin alike, the longer one is found first.
+        # Of two strings of which one begins the other, the longer one has to match.
         left_out = re.compile("|".join(map(re.escape, sorted(without, key=len, reverse=True))) or r"(?!)")
         words, counts = list(self.counts), np.fromiter(self.counts.values(), dtype=np.int64)
         totals = np.zeros(0x110000, dtype=np.int64)
@@ -129,8 +129,8 @@ def train_on_words(words: WordCounts, settings: CorpusSettings) -> bytes:
 
     A character coverage below 1 leaves out the least frequent characters. With byte fallback, a piece for each byte
     spells the characters that have no piece of their own. Even with a coverage of 1, these are all characters that
-    occur less than `MIN_CHARACTER_COUNT` times: an embedding is not learned from so few, and without text in bytes the
-    bytes' would not be learned either. User symbols are matched before anything else, the longest first.
+    occur fewer than `MIN_CHARACTER_COUNT` times: their embeddings could not be learned, and the embeddings of bytes are
+    learned only if some text is spelled in bytes. User symbols are matched before anything else, the longest first.
 
     The GIL is released.
 
@@ -198,7 +198,7 @@ def _options(words: WordCounts, settings: CorpusSettings) -> PlainValues:
         # sentencepiece adds the most frequent of the other characters until this much of the text is covered, and
         # accepts no less.
         options["character_coverage"] = 0.98 if byte_fallback else 1.0
-        # Besides, there are the special ids and the space.
+        # The vocabulary also has the special ids and the space.
         smallest = NUM_SPECIAL_IDS + 1 + NUM_BYTES * byte_fallback + len(symbols) + len(learnable)
         if size < smallest:
             others = [f"{NUM_BYTES} bytes"] * byte_fallback + [f"{len(user_symbols)} user symbols"] * bool(user_symbols)
@@ -213,7 +213,7 @@ def _options(words: WordCounts, settings: CorpusSettings) -> PlainValues:
 def _train(words: WordCounts, options: PlainValues) -> bytes:
     import sentencepiece  # as in `Tokenizer`
 
-    # sentencepiece sorts the words, so that their order is of no account.
+    # sentencepiece sorts the words, so their order does not matter.
     lines = (
         f"{word[start : start + _LONGEST_WORD]}\t{count}"
         for word, count in words.counts.items()
@@ -241,7 +241,7 @@ def _train(words: WordCounts, options: PlainValues) -> bytes:
 
 @contextmanager
 def rule_file(rules: Mapping[str, str]) -> Iterator[PlainValues]:
-    """Yield the training options for replacing characters by the text that `rules` maps them to; none without rules."""
+    """Yield the training options that replace characters by the text that `rules` maps them to."""
     if not rules:
         yield {}
         return
@@ -256,7 +256,7 @@ def rule_file(rules: Mapping[str, str]) -> Iterator[PlainValues]:
 
 
 def lowercase_rules() -> dict[str, str]:
-    """Return the characters that lower-casing changes, and what it changes them to."""
+    """Return the characters that lower-casing changes, with their lower-case text."""
     return {character: character.lower() for character in map(chr, range(0x110000)) if character.lower() != character}
 
 
@@ -270,7 +270,7 @@ def _without_rule_path(model: bytes) -> bytes:
 def standalone_model(tokenizer: Tokenizer) -> bytes:
     """Return the tokenizer's sentencepiece model with white-space normalization inside.
 
-    It encodes every text as `Tokenizer.encode` does, but for NUL, which sentencepiece has no rule for.
+    It encodes every text as `Tokenizer.encode` does, except for NUL, for which sentencepiece has no rules.
     """
     import sentencepiece  # as in `Tokenizer`
 
