@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"--{option} {count} is not 1 or more")
     output = arguments.output or arguments.run / f"average-{option}-{count}.ckpt"
     if output.exists() and not output.is_file():
-        # A device such as /dev/null too, whose place the file would take.
+        # The file would also replace a device, such as /dev/null.
         raise InputError(f"{output}: is a folder or a device; give a file as --output")
     if error := replace_error(output):
         raise InputError(f"{output}: cannot be written ({error}); give another file as --output")

@@ -50,7 +50,7 @@ def average_last(run: Path, count: int) -> PlainValues:
 
 
 def average_best(run: Path, count: int) -> PlainValues:
-    """Return the average of the checkpoints around the best validation, with the reasons of the choice in it.
+    """Return the average of the checkpoints around the best validation, which records how they were chosen.
 
     Raises InputError when there are fewer checkpoints or no validation scores.
     """
@@ -71,7 +71,7 @@ def average_best(run: Path, count: int) -> PlainValues:
 
 def saved_checkpoints(run: Path) -> dict[int, Path]:
     """Return a run's complete checkpoints by step: the newest, those around the best validation, and the best one."""
-    # In this order, because `fit` moves checkpoints from the former to the latter.
+    # The newest are listed first, because `fit` moves checkpoints from there to those around the best.
     steps = {step_of(path): path for path in step_checkpoints(run)}
     steps = {step_of(path): path for path in around_best_checkpoints(run)} | steps
     saved = {}
@@ -80,13 +80,13 @@ def saved_checkpoints(run: Path) -> dict[int, Path]:
             saved[step] = valid
     best = best_path(run)
     if is_valid(best):
-        # A validation need not be at a step that is saved.
+        # The best validation may be at a step without another checkpoint.
         saved.setdefault(read_checkpoint(best).step, best)
     return saved
 
 
 def read_saved(run: Path, path: Path, step: int) -> Checkpoint:
-    """Return a checkpoint, also if `fit` has moved it to those around the best validation meanwhile.
+    """Return a checkpoint, even if `fit` has moved it to those around the best validation meanwhile.
 
     Raises InputError when `fit` has removed or replaced it.
     """
@@ -99,9 +99,9 @@ def read_saved(run: Path, path: Path, step: int) -> Checkpoint:
 
 
 def best_validation(run: Path, metric: str) -> tuple[int, float]:
-    """Return step and score of the best validation that the run has logged.
+    """Return the step and the score of the best validation in the run's log.
 
-    Raises InputError when it has logged none, or when the metric is not registered.
+    Raises InputError when the log has none, or when the metric is not registered.
     """
     best, key = (max if mode_of(metric) == "max" else min), validation_tag(metric)
     scores = [(line["step"], float(line[key])) for line in read_metrics(run) if line.get(key) is not None]

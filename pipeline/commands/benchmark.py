@@ -36,11 +36,11 @@ Times include encoding and decoding of text, and are of the median of three roun
 threads.
 """
 GONE = {
-    "learn": "has left the program; in a clone of the project, give python -m tests.benchmark learn",
-    "data": "has left the program; in a clone of the project, give python -m tests.benchmark data",
-    "roofline": "has gone; docs/roofline.md in a clone of the project has its figures",
+    "learn": "was removed; in a clone of the project, run python -m tests.benchmark learn",
+    "data": "was removed; in a clone of the project, run python -m tests.benchmark data",
+    "roofline": "was removed; docs/roofline.md in a clone of the project has its figures",
 }
-"""What is said of kinds of benchmark that version 1.0.0 had."""
+"""Messages about kinds of benchmark that version 1.0.0 had."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for one in (train, decode):
         one.add_argument("--baseline", help=argparse.SUPPRESS)
     for kind in GONE:
-        # With a recipe, whatever follows is parsed, so that `run` can refuse the kind.
+        # With `config`, unknown arguments are accepted as overrides, so that `run` can refuse the kind.
         kinds.add_parser(kind, add_help=False).set_defaults(config=[])
 
 
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"'benchmark {kind}' {GONE[kind]}")
     if arguments.baseline is not None:
         raise InputError(
-            f"--baseline {arguments.baseline}: baselines have left the program; in a clone of the project, give "
+            f"--baseline {arguments.baseline}: baselines were removed; in a clone of the project, run "
             f"python -m tests.benchmark {kind} --baseline {arguments.baseline}"
         )
     print_figures(_train(arguments) if kind == "train" else _decode(arguments))

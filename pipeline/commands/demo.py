@@ -1,6 +1,6 @@
 """Run prepare, fit, average, evaluate, translate and export on a generated corpus, and print a summary.
 
-A training that an earlier demo has begun is resumed.
+A training that an earlier demo began is resumed.
 """
 
 import argparse
@@ -21,14 +21,14 @@ from pipeline.config.recipe_files import shipped_recipes
 from pipeline.runtime.signals import INTERRUPTED
 
 CONFIG = Path("configs/demo.yaml")
-"""The recipe, if it is there; else the one that is installed."""
+"""The recipe, if this file exists; else the installed one is used."""
 DATA = Path("data/demo")
 AVERAGED = 5
 SAMPLES = 6
 
 
 class Stage(NamedTuple):
-    """What is kept of a command."""
+    """Time and output of a command."""
 
     seconds: float
     output: str
@@ -120,8 +120,8 @@ class Demo:
 
 @contextmanager
 def _ignore_keyboard_interrupt() -> Iterator[None]:
-    """Leave Ctrl-C to the command that runs inside, which may have to save a checkpoint."""
-    # The command would inherit SIG_IGN.
+    """Let only the command that runs inside react to Ctrl-C: it may have to save a checkpoint."""
+    # Not SIG_IGN, which the command would inherit.
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         yield

@@ -1,7 +1,7 @@
 """Check this machine, the SLURM job and a recipe before training.
 
 Prints a line per check: `ok`, or `WRONG` with what is wrong and what to do. The exit code is 1 if a check failed, 69 if
-ranks of a job are missing or do not respond, which may be different at the next start.
+ranks of a job are missing or do not respond, which the next start may not repeat.
 """
 
 import argparse
@@ -26,11 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run all checks and print the results; of several ranks, only the first one prints."""
-    # Printed before anything takes time: another rank that misses this one ends the step.
+    # Printed before anything that takes time: another rank that waits for this one in vain ends the step.
     wrong = mistakes()
     for mistake in wrong:
         print(printable(f"WRONG {mistake}"), flush=True)
-    from pipeline.training.doctor import Question, run_checks  # All that it needs takes seconds to import.
+    from pipeline.training.doctor import Question, run_checks  # Its imports take seconds.
 
     asked = Question(arguments.config, arguments.overrides, arguments.fresh, arguments.init_from)
     code = run_checks(asked, None if wrong else current_step()) or int(bool(wrong))

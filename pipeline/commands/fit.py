@@ -1,4 +1,4 @@
-"""Corpus folder -> run folder. Run again, it resumes; the corpus is prepared first if it is not there.
+"""Corpus folder -> run folder. Run again, it resumes; a missing corpus is prepared first.
 
 Settings of the recipe may be given as --section.key value, Lightning's as --trainer.key value. docs/recipes.md lists
 all settings with type, default and meaning, and has a table of sizes, memory and hours.
@@ -16,7 +16,7 @@ from pipeline.runtime.signals import Stopped
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add_recipe_arguments(parser)
-    parser.add_argument("--fresh", action="store_true", help="start over: remove the run that is there")
+    parser.add_argument("--fresh", action="store_true", help="start over: remove the existing run")
     parser.add_argument(
         "--init-from",
         type=user_path,

@@ -1,8 +1,8 @@
 """Clean and tokenize raw parallel text, and write it to the corpus folder.
 
 If the folder holds this corpus already, nothing is changed; if it holds another one, the differences are reported. The
-last line of the output is JSON: the folder and its numbers of pairs and tokens. How many pairs were dropped, and why,
-goes to standard error. `manifest.json` in the folder holds all of it.
+last line of the output is JSON: the folder and its numbers of pairs and tokens. Standard error reports how many pairs
+were dropped, and why. `manifest.json` in the folder holds all of it.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """List the recipes that come with the program, copy one to change it, or print a recipe's paths.
 
-`recipe list` prints a name and a description a line. `recipe copy NAME` writes the recipe, those that it extends and
-the schema for editors, and prints the files that it wrote. It does not overwrite a recipe. `recipe paths CONFIG` prints
-for scripts, a line each, the run folder, and if the recipe has no `corpus.test`, source and reference of the validation
-text.
+`recipe list` prints a name and a description per line. `recipe copy NAME` writes the recipe, those that it extends and
+the schema for editors, and prints the files that it wrote. It does not overwrite a recipe. `recipe paths CONFIG`
+prints, for scripts, one path per line: the run folder and, if the recipe has no `corpus.test`, source and reference of
+the validation text.
 """
 
 import argparse

@@ -8,7 +8,7 @@ With --n-best, the target is a list that `translate --n-best` has written. Its N
 are printed in the same format, best first by the model's score, or with --reverse by the sum of both models' scores.
 
 With --keep, the best share of the pairs is written to two files, in order: the pairs of the highest log-probability for
-each token, or with --reverse of the lowest dual cross-entropy. Never among them is a pair of which a side is empty or
+each token, or with --reverse of the lowest dual cross-entropy. A pair is never kept if one of its sides is empty, or
 has one of `corpus.user_symbols` that a model has never seen on that side.
 """
 
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check_options(arguments)
     total = None
     if source.is_file() and target.is_file():
-        # Before anything is printed. A pipe can be read only once, and is checked while it is scored.
+        # Check the texts before anything is printed. A pipe can be read only once: it is checked while it is scored.
         total = sum(1 for _ in read_pairs(source, target, is_list, warn=False))
     from pipeline.inference.text_scoring import score_text  # torch
 
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def require_share(keep: float) -> None:
-    """Raise InputError for a share of pairs that is none."""
+    """Raise InputError if the share of pairs to keep is out of bounds."""
     if not 0 < keep <= 1:
         raise InputError(f"--keep {keep:g}: must be above 0 and at most 1, as 0.9 for nine pairs in ten")
 

@@ -1,8 +1,8 @@
 """Commands of this program as stages that run one after another, each once, however often the whole is stopped.
 
-A stage is a process of its own. When it has ended well, a mark keeps the hashes of the files that it has read and
-written, so that a file that has changed since is noticed. A stage without a mark is run: each command goes on with what
-it has written, or writes its files as a whole.
+A stage is a process of its own. When it has succeeded, a mark stores the hashes of the files that it has read and
+written, so that later changes are noticed. A stage without a mark is run: each command either continues with the files
+that it has written, or writes its files as a whole.
 """
 
 import ctypes
@@ -56,12 +56,12 @@ class StageFailed(Exception):
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
-        # As a shell has it, if a signal has ended the process.
+        # The code that a shell reports if a signal has ended the process.
         self.code = code if code >= 0 else 128 - code
 
 
 class Signals(AbstractContextManager["Signals"]):
-    """Hands signals to the stage that runs, which may have to save a checkpoint, and remembers them."""
+    """Passes signals on to the running stage, which may have to save a checkpoint, and records them."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -81,35 +81,33 @@ class Signals(AbstractContextManager["Signals"]):
 
     def _hand_on(self, signum: int, _frame: FrameType | None) -> None:
         self.received.append(signum)
-        # A terminal has sent Ctrl-C to both; a second one would end training without saving.
+        # A terminal sends Ctrl-C to both processes; a second one would end training without saving.
         if self.process is not None and signum != signal.SIGINT:
             self.process.send_signal(signum)
 
     def raise_if_stopped(self) -> None:
-        """Raise StageFailed if there was a signal, between two stages."""
+        """Raise StageFailed if a signal was received; called between two stages."""
         if self.received:
             raise StageFailed(INTERRUPTED if self.received[0] == signal.SIGINT else STOPPED)
 
 
 def run_stages(folder: Path, stages: Sequence[Stage], only: str | None) -> int:
-    """Run the stages that are not done, and return the exit code: 0, or that of a stage that has not ended well.
+    """Run the stages that are not done, and return the exit code: 0, or that of the stage that failed.
 
     Args:
-        folder: keeps the marks.
+        folder: the folder of the marks.
         stages: all stages, in order.
-        only: the name of the one to run; None for all.
+        only: the name of the stage to run; None for all.
 
     Raises:
-        InputError: a file has changed since a stage has read or written it, there is no stage of that name or a file
-            that it reads is not there, or another process is at work in the folder.
+        InputError: a file has changed since a stage read or wrote it, there is no stage named `only`, a file that a
+            stage reads does not exist, or another process works in the folder.
     """
     if only is not None and only not in [stage.name for stage in stages]:
         raise InputError(f"--stage {only}: is none of {', '.join(stage.name for stage in stages)}")
     with FileLock(folder / ".lock") as lock, Signals() as signals:
         if not lock.take(shared=only is not None):  # Several tasks of a job array run the same stage.
-            raise InputError(
-                f"{folder}: another synthesize is at work in it; wait for its end, or give another --folder"
-            )
+            raise InputError(f"{folder}: another synthesize writes to it; wait for its end, or give another --folder")
         left = [stage for stage in stages if not _is_done(folder, stage)]
         for number, stage in enumerate(stages, 1):
             if stage not in left or only not in (None, stage.name):
@@ -130,11 +128,11 @@ def _run(stage: Stage, signals: Signals) -> None:
     """Run a stage in a process of its own.
 
     Raises:
-        InputError: a file that it reads is not there.
-        StageFailed: its exit code is not 0.
+        InputError: a file that the stage reads does not exist.
+        StageFailed: the exit code of the stage is not 0.
     """
     if missing := [path for path in stage.reads if not path.exists()]:
-        raise InputError(f"{stage.name}: {missing[0]} is not there; run the stages before it first")
+        raise InputError(f"{stage.name}: {missing[0]} does not exist; run the stages before it first")
     for path in stage.writes if stage.printed else ():  # Other commands tidy up themselves, and share their folders.
         if path.parent.is_dir():
             remove_temporary_files(path.parent, glob.escape(path.name))
@@ -145,7 +143,7 @@ def _run(stage: Stage, signals: Signals) -> None:
         with subprocess.Popen(command, stdout=to, preexec_fn=partial(_end_with, os.getpid())) as process:
             signals.process = process
             for signum in signals.received[:1]:
-                process.send_signal(signum)  # It came before the process was there.
+                process.send_signal(signum)  # It came before the process was started.
             code = process.wait()
             signals.process = None
         if code:
@@ -153,14 +151,14 @@ def _run(stage: Stage, signals: Signals) -> None:
 
 
 def _program() -> list[str]:
-    """Return what starts this program, which may be one with extensions."""
+    """Return the command that started this program, which may be another one with extensions."""
     words = sys.orig_argv
     own = words[1 : words.index("synthesize")] if "synthesize" in words else ["-m", "pipeline"]
     return [sys.executable, *own]
 
 
 def _end_with(parent: int) -> None:
-    """Let this process be killed if its parent is, so that nothing runs beside what is started again."""
+    """Let the system kill this process if its parent ends, so that it does not run beside the stage of a new start."""
     if sys.platform == "linux":
         _C_LIBRARY.prctl(_END_WITH_PARENT, signal.SIGKILL)
         if os.getppid() != parent:
@@ -178,10 +176,10 @@ def _mark(folder: Path, stage: Stage) -> None:
 
 
 def _is_done(folder: Path, stage: Stage) -> bool:
-    """Return whether a stage has its mark and what it has written.
+    """Return whether a stage has its mark, and the files that it wrote exist.
 
     Raises:
-        InputError: one of its files is another one now.
+        InputError: one of its files has changed.
     """
     path = _mark_file(folder, stage)
     if not path.is_file() or not all(one.exists() for one in stage.writes):

@@ -1,4 +1,4 @@
-"""What `synthesize` does: it checks the text, derives recipes from the given one, and puts commands in order."""
+"""What `synthesize` does: it checks the text, derives recipes from the given one, and orders the commands to run."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ from pipeline.training.recipe_checks import Report, check_recipe
 TAG = "<bt>"
 """The prefix of synthetic pairs."""
 PLAN = "plan.json"
-"""What a folder was begun with."""
+"""Name of the file with the options, recipe and texts that a folder was begun with."""
 _MOST_UNKNOWN = 0.1
 """Share of a text's characters that the training text may lack on that side."""
 _CHUNK_BYTES = 2**20
@@ -44,7 +44,7 @@ class Plan:
         self.recipes: dict[Path, Recipe] = {}
         self.stages: list[Stage] = []
         self.notes: list[str] = []
-        """What has been decided, for the user."""
+        """Decisions that the user should know about."""
 
     def add(
         self,
@@ -93,17 +93,17 @@ class Plan:
         return self.folder / "corpora" / name
 
     def write(self) -> None:
-        """Write `plan.txt`, and the recipes that are not there; a plan of more rounds has those of fewer.
+        """Write `plan.txt` and the missing recipes; a plan of more rounds has the recipes of one of fewer.
 
         Raises:
-            InputError: a recipe is there and differs.
+            InputError: an existing recipe differs.
         """
         texts = {path: recipe_text(recipe) for path, recipe in self.recipes.items()}
         for path, text in texts.items():
             if path.exists() and path.read_bytes() != text.encode():
                 raise InputError(f"{path}: has changed since the plan was made; remove {self.folder} to start over")
         for stage in self.stages:
-            if stage.printed is not None:  # for whoever runs the line of plan.txt
+            if stage.printed is not None:  # A user may run the line of plan.txt.
                 stage.printed.parent.mkdir(parents=True, exist_ok=True)
         lines = [*(f"# {note}" for note in self.notes), *(stage.line() for stage in self.stages)]
         texts[self.folder / "plan.txt"] = "\n".join([*lines, ""])
@@ -119,7 +119,7 @@ class Plan:
             print(stage.name, stage.words[0], recipe, sep="\t")
 
     def run(self, only: str | None) -> int:
-        """Run the stages, or the one of a name, and print the last evaluation; return the exit code."""
+        """Run all stages, or only the one named `only`; print the evaluations after all; return the exit code."""
         code = run_stages(self.folder, self.stages, only)
         if not code and only is None:
             for stage in self.stages:
@@ -129,12 +129,12 @@ class Plan:
 
 
 def make_plan(arguments: argparse.Namespace, recipe: Recipe, folder: Path) -> Plan:
-    """Check everything, and return the plan, whose files are written; or compare it with the one that is there.
+    """Check everything, write the files of the plan and return it; an existing plan is compared instead.
 
     Args:
-        arguments: those of `synthesize`.
+        arguments: the arguments of `synthesize`.
         recipe: the recipe.
-        folder: what the plan is written to.
+        folder: the folder that the plan is written to.
 
     Raises:
         InputError: the recipe, the text or the model cannot be used, or the folder has another plan.
@@ -164,7 +164,7 @@ def make_plan(arguments: argparse.Namespace, recipe: Recipe, folder: Path) -> Pl
 
 
 def plan_before(folder: Path, begun: PlainValues) -> PlainValues | None:
-    """Return the plan that a folder was begun with; None if it is empty or not there.
+    """Return the plan that a folder was begun with; None if the folder is empty or does not exist.
 
     Raises:
         InputError: the folder is something else, cannot be written, or was begun with another plan.
@@ -172,7 +172,7 @@ def plan_before(folder: Path, begun: PlainValues) -> PlainValues | None:
     path = folder / PLAN
     if not path.is_file():
         if folder.exists() and (not folder.is_dir() or any(not one.name.startswith(".") for one in folder.iterdir())):
-            raise InputError(f"{folder}: is there and is no folder of synthesize; give another --folder")
+            raise InputError(f"{folder}: exists and is no folder of synthesize; give another --folder")
         if error := write_error(existing_parent(folder)):
             raise InputError(f"{folder}: cannot be written ({error}); give another --folder")
         return None
@@ -220,7 +220,7 @@ def given_model(arguments: argparse.Namespace, recipe: Recipe) -> Path:
     theirs = model.recipe["corpus"]
     ours = [recipe.corpus.source_language, recipe.corpus.target_language]
     wanted = ours if option == "--teacher" else ours[::-1]
-    # Recipes that do not name their languages all have the same two.
+    # Recipes that do not name their languages all have the same two names.
     is_named = sorted(ours) != [CorpusSettings.source_language, CorpusSettings.target_language]
     if is_named and [theirs["target_language"], theirs["source_language"]] == wanted:
         raise InputError(f"{option} {file}: translates from {wanted[1]} to {wanted[0]}; give one to {wanted[1]}")
@@ -239,7 +239,7 @@ def check_text(corpus: CorpusSettings, path: Path | None, side: int) -> dict[str
     Args:
         corpus: the recipe's section.
         path: the text; None for none.
-        side: of which side of the training text its language is: 0 for the source, 1 for the target.
+        side: the side of the training text in the same language: 0 for the source, 1 for the target.
 
     Raises:
         InputError: a text cannot be read; or `--text` is empty, of another language, or has lines of the test text.
@@ -350,7 +350,7 @@ def plan_distillation(
 
 
 def with_vocabulary_of(model: Path, recipe: Recipe, notes: list[str]) -> Recipe:
-    """Return the recipe with the tokenizer of a model, where it names none and that one is what it asks for."""
+    """Return the recipe with the tokenizer of a model, if the recipe names none and its settings allow this one."""
     folder = next((one for one in (model.parent, model.parent.parent) if (one / TOKENIZER_NAME).is_file()), None)
     if recipe.corpus.tokenizer is not None or folder is None:
         return recipe
@@ -364,7 +364,7 @@ def with_vocabulary_of(model: Path, recipe: Recipe, notes: list[str]) -> Recipe:
 
 
 def exchanged(recipe: Recipe) -> Recipe:
-    """Return a recipe of the other direction."""
+    """Return the recipe of the opposite direction."""
     corpus = recipe.corpus
     return replace(
         recipe,
@@ -382,13 +382,13 @@ def exchanged(recipe: Recipe) -> Recipe:
 
 
 def exchanged_text(text: TextSource) -> TextSource:
-    """Return a text source whose sides are exchanged, of two files or a data set."""
+    """Return a text source of two files or a data set with its sides exchanged."""
     exchanged = replace(text, source=text.target, target=text.source)
     return replace(exchanged, source_language=text.target_language, target_language=text.source_language)
 
 
 def averaged(recipe: Recipe) -> tuple[str, int]:
-    """Return the option of `average` and the number of checkpoints that a run of a recipe has in any case."""
+    """Return the option of `average`, and a number of checkpoints that every run of the recipe has."""
     interval = recipe.trainer.get("val_check_interval", _VALIDATION_INTERVAL)
     steps, patience = recipe.trainer["max_steps"], recipe.run.patience
     option = "best" if interval <= steps else "last"

@@ -1,8 +1,8 @@
-"""From text of one language to a better model: write recipes and a plan of commands, then run these, each once.
+"""From text of one language to a better model: write recipes and a plan of commands, then run each command once.
 
 `synthesize back-translation` translates text of the target language back, and trains on real and synthetic pairs.
 `synthesize distillation` trains a small network on the translations of a larger one. The folder holds the recipes,
-`plan.txt` with the commands, and all that they write. The same command, run again, goes on where it was stopped.
+`plan.txt` with the commands, and all that they write. The same command, run again, continues where it was stopped.
 Settings of the recipe may be given as --section.key value.
 """
 
@@ -52,7 +52,7 @@ def _add_common(parser: argparse.ArgumentParser, text: str, is_required: bool) -
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check what is asked, make the plan and follow it; return the exit code of the stage that has ended it."""
+    """Check the arguments, make the plan and follow it; return the exit code of the last stage that ran."""
     SearchOptions(beam_size=arguments.beam)
     require_share(arguments.keep)
     if arguments.rounds < 1:

@@ -1,8 +1,8 @@
 """Translate sentences: one output line for each input line, in order; an empty line stays empty.
 
 Reads --source or standard input. Standard error names the checkpoint that was chosen from a run folder. At the end it
-has the number of lines with a defect, and the first three of them: those that were not UTF-8, were cut, lack a prefix,
-have U+2581, or have characters or pieces that training never had.
+reports the number of lines with each defect, and the first three of them: lines that were not UTF-8, were cut, lack a
+prefix, have U+2581, or have characters or pieces that training never saw.
 
 With --n-best, up to N translations are printed for a line, best first, each after the line's number and a tab. With
 --scores, each translation follows its score (log-probability divided by the length penalty) and a tab. With --sample,

@@ -104,7 +104,7 @@ def test_errors_of_the_command_line(trained_run: Path, tmp_path: Path, monkeypat
     assert "3 lines" in message
     assert f"{two} is shorter" in message
     texts = ["--source", three, "--reference", three]
-    assert "its folder is not there" in refusal("evaluate", trained_run, *texts, "--output", tmp_path / "no" / "file")
+    assert "its folder does not exist" in refusal("evaluate", trained_run, *texts, "--output", tmp_path / "no" / "file")
     assert "no such checkpoint" in refusal("evaluate", trained_run, *texts, "--versus", tmp_path / "none.ckpt")
     nothing.close()
 

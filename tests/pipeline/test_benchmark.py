@@ -44,7 +44,7 @@ def test_decode_prints_figures(
     assert "round 3 of 3: pipeline" in printed.err
 
 
-IN_CLONE = "in a clone of the project, give python -m tests.benchmark"
+IN_CLONE = "in a clone of the project, run python -m tests.benchmark"
 
 
 @pytest.mark.parametrize(
@@ -60,9 +60,9 @@ IN_CLONE = "in a clone of the project, give python -m tests.benchmark"
         ("decode none.ckpt --source RECIPE", "no such checkpoint"),
         ("decode RUN --source RECIPE --beam 0", "--beam 0: must be 1 to 1,000,000"),
         ("decode RUN --source none --baseline ctranslate2", f"{IN_CLONE} decode --baseline ctranslate2"),
-        ("learn RECIPE --minutes 60 --baseline marian", f"'benchmark learn' has left the program; {IN_CLONE} learn"),
-        ("data --config RECIPE", f"'benchmark data' has left the program; {IN_CLONE} data"),
-        ("roofline RECIPE --gpu a100", "'benchmark roofline' has gone; docs/roofline.md"),
+        ("learn RECIPE --minutes 60 --baseline marian", f"'benchmark learn' was removed; {IN_CLONE} learn"),
+        ("data --config RECIPE", f"'benchmark data' was removed; {IN_CLONE} data"),
+        ("roofline RECIPE --gpu a100", "'benchmark roofline' was removed; docs/roofline.md"),
         ("learn --help", f"{IN_CLONE} learn"),
         ("speed", "invalid choice: 'speed'"),
     ],

@@ -187,7 +187,7 @@ def test_mistakes(place: Path, trained_run: Path, tmp_path: Path) -> None:
         ([*BACK, "--corpus.train", "{tsv: pairs.tsv}"], "corpus: pairs.tsv: synthesize needs source and target as two"),
         ([*BACK, *prefix], "corpus.train: has the prefix '<x>', and --text belongs to none"),
         ([*BACK, "--corpus.tokenizer", str(trained_run)], "has no <bt>, which marks synthetic pairs"),
-        ([*BACK, "--folder", str(trained_run)], f"{trained_run}: is there and is no folder of synthesize"),
+        ([*BACK, "--folder", str(trained_run)], f"{trained_run}: exists and is no folder of synthesize"),
         ([*BACK, "--trainer.max_steps", "0"], "trainer.max_steps 0 is not a number of steps"),
         ([*distil, "nothing"], "nothing: there is no such checkpoint or run folder"),
     ):
@@ -215,7 +215,7 @@ def test_what_has_changed_is_named(place: Path, trained_run: Path) -> None:
     shutil.rmtree("work")
     plan(*BACK)
     assert (
-        "score-round1: work/runs/forward/average-best-3.ckpt is not there; run the stages before it first"
+        "score-round1: work/runs/forward/average-best-3.ckpt does not exist; run the stages before it first"
         in refusal("synthesize", *BACK, "--stage", "score-round1")
     )
     begun_with = json.loads(Path("work/plan.json").read_text())
