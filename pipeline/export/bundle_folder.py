@@ -23,11 +23,11 @@ ON_REQUEST = {"onnx", "cpp"}
 """Formats that are written only if they are asked for by name."""
 
 PARITY_SENTENCES = 100
-"""Sentences of the validation text to compare formats on."""
+"""Number of sentences of the validation text to compare formats on."""
 
 
 def check_bundle_folder(folder: Path, force: bool) -> None:
-    """Raise InputError if the folder cannot be replaced, or holds something else, or a bundle and not `force`."""
+    """Raise InputError if the folder cannot be replaced, is no bundle, or is a bundle and `force` is False."""
     if folder.resolve() == Path.cwd():
         raise InputError(f"{folder}: is the working folder, which cannot be replaced; give another folder")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -25,7 +25,7 @@ def export(
     licences: list[str],
     options: SearchOptions = BY_RECIPE,
 ) -> None:
-    """Write a bundle, which appears when it is complete and all formats agree.
+    """Write a bundle. Its folder appears when it is complete and all formats agree.
 
     Args:
         checkpoint: a checkpoint or a run folder.
@@ -53,8 +53,8 @@ def bundle_files(model: TrainedModel, formats: list[str] | None, quantize: str |
 
     Args:
         model: the checkpoint.
-        formats: keys of `FILES`; None for all but those of `ON_REQUEST`, and but those whose program is not installed
-            or does not support the model, with a line about each.
+        formats: keys of `FILES`; None for all except those of `ON_REQUEST`. Of these, formats whose program is not
+            installed or does not support the model are left out, with a line about each.
         quantize: "int8" to add `ctranslate2-int8`.
 
     Raises:

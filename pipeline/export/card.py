@@ -28,7 +28,7 @@ def make_card(model: TrainedModel, scores: PlainValues, licences: list[str], n_b
 
     Args:
         model: the checkpoint.
-        scores: that of the metric of `run.best_by`, its signature and the name of the text.
+        scores: the score of the metric of `run.best_by`, its signature and the name of the text.
         licences: licences of the training data, as the user gave them.
         n_best: number of answers to a sentence that `model.pt2` returns.
     """
@@ -87,7 +87,7 @@ def _code_of(recorded: PlainValues) -> PlainValues:
 
 
 def example_sentence(recipe: PlainValues) -> str:
-    """Return the sentence that the examples translate, with the first prefix of the model of a recipe."""
+    """Return the sentence that the examples translate, with the first prefix of the recipe's model."""
     return " ".join([*Prefixes.of_corpus(recipe["corpus"]).trained[:1], "A sentence."])
 
 
@@ -98,7 +98,7 @@ def readme(names: list[str], card: PlainValues, example: list[int], two_models: 
         names: files and folders of the bundle.
         card: the bundle's card.
         example: ids of what `example_sentence` returns, with the end symbol.
-        two_models: whether `source.spm` encodes, and tokenizer.model decodes only.
+        two_models: whether `source.spm` encodes and `tokenizer.model` only decodes.
     """
     values = _values(card)
     sentence, load_pieces = values["sentence"], ""
@@ -145,7 +145,7 @@ def model_card(card: PlainValues) -> str:
 
 
 def _values(card: PlainValues) -> PlainValues:
-    """Return the card's entries, the example sentence as a string of Python and C++, and what the prefixes are."""
+    """Return the card's entries, the example sentence as a literal of Python and C++, and text about prefixes."""
     prefixes = Prefixes.of_corpus(card["recipe"]["corpus"])
     return {
         **card,

@@ -15,7 +15,7 @@ WEIGHTS = "weights.bin"
 
 
 def require_compiled(network: Transformer) -> None:
-    """Raise InputError if the program lacks a part of the network, or if there is no compiler to compare it with."""
+    """Raise InputError if the program lacks a part of the network, or if no compiler is found to test it with."""
     lacking = unsupported(network.settings)
     refuse("the C++ program", [lacking] if lacking else [])
     try:
@@ -25,7 +25,7 @@ def require_compiled(network: Transformer) -> None:
 
 
 def write_cpp(network: Transformer, max_extra_tokens: int, folder: Path) -> None:
-    """Write `search.cpp` and `weights.bin`, whose position encodings are all learned ones, or enough sinusoids.
+    """Write `search.cpp` and `weights.bin`, which has all learned position encodings, or enough sinusoids.
 
     Args:
         network: a network for which `require_compiled` raises nothing.
@@ -43,10 +43,10 @@ def write_cpp(network: Transformer, max_extra_tokens: int, folder: Path) -> None
 
 
 def compile_cpp(folder: Path) -> ctypes.CDLL:
-    """Compile the program in a folder and load it. The caller has just written it: it runs with this process's rights.
+    """Compile the program in a folder and load it. It runs with this process's rights, so write it just before.
 
     Raises:
-        InputError: it does not compile, or cannot be loaded.
+        InputError: the program does not compile, or cannot be loaded.
     """
     with tempfile.TemporaryDirectory() as temporary:
         try:

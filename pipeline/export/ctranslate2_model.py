@@ -45,7 +45,7 @@ def write_ctranslate2(
     require_ctranslate2(network)
     specification = _specification(network, tokenizer)
     specification.validate()
-    # Detects that three matrices are tied.
+    # Detects that the three embedding matrices are tied.
     specification.optimize(quantization=quantization)
     folder.mkdir(parents=True, exist_ok=True)
     specification.save(str(folder))

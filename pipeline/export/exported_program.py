@@ -1,9 +1,9 @@
 """`model.pt2`: beam search as one program of torch.export, which PyTorch recommends in place of TorchScript.
 
 The program takes ids [B, S] and a mask [B, S] and returns what `BeamSearch.beam` returns. Beam size, length penalty,
-stop rule, number of answers and largest number of extra tokens are constants of it. Its loop is a `while_loop` over
+stop rule, number of answers and largest number of extra tokens are constants. Its loop is a `while_loop` over
 tensors of fixed shapes: the cache has slots for the longest answer that the batch allows, no sentence leaves the batch,
-and a sentence has all its hypotheses from the first step on, of which all but one have probability 0.
+and each sentence has N hypotheses from the first step on, of which all but one then have probability 0.
 
 Shapes: B sentences, S source length, N hypotheses per sentence, M answers per sentence, L length of the longest allowed
 answer.
@@ -44,7 +44,7 @@ from pipeline.compat.pytorch import has_while_loop, while_loop
 Specials = tuple[int, int, int]
 """Ids of the begin, end and padding symbols."""
 Memory = list[tuple[Tensor, Tensor]]
-"""For each decoder layer, keys and values of cross-attention."""
+"""Keys and values of cross-attention of each decoder layer."""
 
 
 class ComputedPositions(nn.Module):
@@ -172,26 +172,26 @@ class SearchProgram(nn.Module):
 
 
 class _State(NamedTuple):
-    """What a step takes and returns."""
+    """The state of the search, which a step takes and returns."""
 
     place: Tensor
     """int64 [], the position of the tokens that the step reads."""
     totals: Tensor
-    """float32 [B, N], log-probabilities of the open hypotheses, best first; -inf for one that is missing."""
+    """float32 [B, N], log-probabilities of the open hypotheses, best first; -inf for a hypothesis that is missing."""
     last: Tensor
     """int64 [B, N], their last tokens."""
     paths: Tensor
     """bool [B, N, L * N], True at the cache slots on their paths."""
     history: Tensor
-    """int64 [L, B, N], for each position and hypothesis parent * V + token."""
+    """int64 [L, B, N], parent * V + token of each position and hypothesis."""
     answers: Answers
     keys_values: list[tuple[Tensor, Tensor]]
-    """For each decoder layer, the cache of self-attention."""
+    """The cache of self-attention of each decoder layer."""
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hide what PyTorch says about packages that are not needed and about its own deprecated calls."""
+    """Hide PyTorch's messages about packages that are not needed and about its own deprecated calls."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -224,7 +224,7 @@ def write_exported_program(model: TrainedModel, n_best: int, card: str, path: Pa
     try:
         with quiet():
             program = exported_search(search)
-    except Exception as error:  # of many kinds, which torch.export does not name
+    except Exception as error:  # of many types, which torch.export does not document
         reason = " ".join(str(error).split())
         raise InputError(
             f"PyTorch cannot export the search of this network ({reason[:200]}); leave out --format pt2"
@@ -260,7 +260,7 @@ def _replace_by_additions(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
 
 
 class ExportedSearch:
-    """`model.pt2`, to be called like a `BeamSearch`. It has its own settings and ignores those of the call."""
+    """Calls `model.pt2` like a `BeamSearch`. The program has its own settings; those of the call are ignored."""
 
     def __init__(self, path: Path) -> None:
         with quiet():

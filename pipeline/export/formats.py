@@ -54,7 +54,7 @@ class Runner:
     """A loaded format that translates ids, by the settings of the checkpoint. Sources are ids with the end symbol."""
 
     own_beam = False
-    """Whether its beam search has this project's rules, so that it has to find what the checkpoint's search finds."""
+    """Whether its beam search follows this project's rules, and must find the same as the checkpoint's search."""
     n_best: int | None = None
     """Number of answers to a sentence that its beam search returns, if `own_beam`; None for the whole beam."""
     has_beam = True
@@ -74,7 +74,7 @@ class Runner:
         return [[answer] for answer in self.greedy(sources)]
 
     def tokenizer_differences(self, texts: list[str], sources: list[Ids], answers: list[Ids]) -> list[str]:
-        """Return what the format's own tokenizer, if it has one, does otherwise than the checkpoint's."""
+        """Return the differences of the format's own tokenizer, if it has one, from the checkpoint's."""
         return []
 
     def _longest_answer(self, source_length: int) -> int:
@@ -86,7 +86,7 @@ class Runner:
 def in_batches(sources: list[Ids], search: Callable[[list[Ids]], list[T]], one_length: bool = False) -> list[T]:
     """Return what `search` returns for each source.
 
-    With `one_length`, it is called with sources of one length, because it limits all its answers to one length.
+    With `one_length`, all sources of a call have the same length, for a `search` that has one limit for all answers.
     """
     answers: dict[int, T] = {}
     for batch in length_batches(list(map(len, sources)), BATCH_TOKENS, one_length=one_length):
@@ -95,7 +95,7 @@ def in_batches(sources: list[Ids], search: Callable[[list[Ids]], list[T]], one_l
 
 
 class SearchRunner(Runner):
-    """A `BeamSearch`, the checkpoint's or one loaded from TorchScript, an `ExportedSearch`, or a `CompiledSearch`."""
+    """A `BeamSearch` (the checkpoint's or loaded from TorchScript), an `ExportedSearch`, or a `CompiledSearch`."""
 
     own_beam = True
 
@@ -291,9 +291,9 @@ class Format(NamedTuple):
     """Raises InputError if its program is not installed, or does not support the model."""
     write: Callable[[Bundle, Path], object]
     load: Callable[[Bundle, Path, str], Runner]
-    """Takes a precision as well."""
+    """Takes the bundle, the path and a precision."""
     precisions: tuple[str, ...] = ("float32",)
-    """Those in which it is compared with the checkpoint. There are bounds in float32 only."""
+    """Precisions in which the format is compared with the checkpoint. Only float32 has bounds."""
 
 
 FORMATS = {

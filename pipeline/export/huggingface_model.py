@@ -3,9 +3,9 @@
 Transformers computes the same probabilities. Its beam search divides log-probabilities by length ** alpha instead of
 the paper's ((5 + length) / 6) ** alpha, and limits an answer's length by a number, not by the length of its source.
 
-A Marian model's weights are the network's but for three things: their names; queries, keys and values, which are one
-matrix here; and the order of the d_model dimensions. Positions there are all sines and then all cosines, here they
-alternate. Reordering the dimensions of d_model in every weight makes up for that: all sums stay sums of the same terms.
+A Marian model's weights differ from the network's in three ways: their names; queries, keys and values, which are one
+matrix in the network; and the order of the d_model dimensions. Marian's positions are all sines and then all cosines,
+the network's alternate. Reordering d_model in every weight makes up for that: all sums have the same terms.
 `marian_import.py` reads such weights.
 """
 
@@ -36,13 +36,13 @@ def require_transformers() -> ModuleType:
 
 
 def require_marian(network: Transformer, tokenizer: Tokenizer) -> None:
-    """Raise InputError if Transformers is not installed, or its Marian lacks a part of network or tokenizer."""
+    """Raise InputError if Transformers is not installed, or its Marian model lacks a part of network or tokenizer."""
     require_transformers()
     settings = network.settings
     lacking = [f"network.{name} true" for name in ("pre_norm", "learned_positions") if getattr(settings, name)]
     lacking += lacking_layers(settings)
-    # Marian's tokenizer takes language codes off the beginning of a sentence before sentencepiece sees it, which then
-    # does not mark the beginning of a word before them. The tokenizer of an imported model does the same.
+    # Marian's tokenizer removes a language code from the beginning of a sentence before sentencepiece encodes it, so
+    # that no mark of a space precedes the code. The tokenizer of an imported model does the same.
     symbols = [] if tokenizer.pair else tokenizer.user_symbols
     if codes := [symbol for symbol in symbols if symbol.startswith(">>") and "<<" in symbol]:
         lacking.append(f"corpus.user_symbols {' '.join(codes)} as other symbols than language codes")
@@ -124,7 +124,7 @@ def write_huggingface(
     with torch.no_grad():
         model = transformers.MarianMTModel(config).eval()
         weights = to_marian(network.state_dict(), (len(network.encoder), len(network.decoder)))
-        # What is missing is tied to the embedding, computed, or zero.
+        # Missing weights are tied to the embedding, computed, or zero.
         model.load_state_dict(weights, strict=False)
     model.generation_config = transformers.GenerationConfig(**generation_settings(tokenizer, settings, length_penalty))
     folder.mkdir(parents=True, exist_ok=True)
@@ -172,12 +172,12 @@ _LAYER = {
     "feed_forward.outer": (0, ["fc2"]),
     "feed_forward_residual.norm": (0, ["final_layer_norm"]),
 }
-"""The linear layers and norms of a layer by their names here: where d_model is, 0 if the rows of weight and bias are
-d_model and 1 if the columns of the weight are, and the names there, several if the rows are divided among them."""
+"""Linear layers and norms of a layer by their names in the network: the axis of d_model, 0 for the rows of weight and
+bias and 1 for the columns of the weight, and their Marian names, several if the rows are divided among them."""
 
 
 def parts(encoder_layers: int, decoder_layers: int) -> Iterator[tuple[str, int, list[str]]]:
-    """Yield name, axis of d_model and names there of all linear layers and norms of a post-norm network."""
+    """Yield name, axis of d_model and Marian names of all linear layers and norms of a post-norm network."""
     for side, count in (("encoder", encoder_layers), ("decoder", decoder_layers)):
         for number in range(count):
             for ours, (axis, theirs) in _LAYER.items():
@@ -186,7 +186,7 @@ def parts(encoder_layers: int, decoder_layers: int) -> Iterator[tuple[str, int, 
 
 
 def to_marian(weights: dict[str, Tensor], depths: tuple[int, int]) -> dict[str, Tensor]:
-    """Return a network's weights by their names there.
+    """Return a network's weights by their Marian names.
 
     Args:
         weights: the state dict of a `Transformer` whose d_k and d_v are equal.
@@ -206,7 +206,7 @@ def to_marian(weights: dict[str, Tensor], depths: tuple[int, int]) -> dict[str, 
 
 
 def from_marian(weights: dict[str, Tensor], depths: tuple[int, int]) -> dict[str, Tensor]:
-    """Return the state dict of a `Transformer`, from weights by their names there.
+    """Return the state dict of a `Transformer`, from weights by their Marian names.
 
     Embedding and bias have a row for each piece of their vocabulary.
 
@@ -224,7 +224,7 @@ def from_marian(weights: dict[str, Tensor], depths: tuple[int, int]) -> dict[str
 
 
 def halves(d_model: int) -> Tensor:
-    """Return, for each dimension there, the dimension here: first those of the sines, then those of the cosines."""
+    """Return the network's dimension for each Marian dimension: first those of the sines, then of the cosines."""
     return torch.cat([torch.arange(0, d_model, 2), torch.arange(1, d_model, 2)])
 
 
@@ -234,7 +234,7 @@ def _reordered(tensor: Tensor, order: Tensor, axis: int) -> Tensor:
 
 
 def marian_shapes(depths: tuple[int, int], vocabulary_size: int, d_model: int, d_ff: int) -> dict[str, list[int]]:
-    """Return the shape of each weight by its name there, without weights that are computed or tied to another."""
+    """Return the shape of each weight by its Marian name, without weights that are computed or tied to another."""
     shapes = {SHARED: [vocabulary_size, d_model], BIAS: [1, vocabulary_size]}
     for ours, _, theirs in parts(*depths):
         rows = d_ff if ours.endswith(".inner") else d_model

@@ -27,7 +27,7 @@ OUTPUTS = {"encode": ["cross_keys", "cross_values"], "step": ["logits", "longer_
 
 
 class Program(NamedTuple):
-    """What torch.export has made of a module."""
+    """A module that torch.export has recorded."""
 
     exported: torch.export.ExportedProgram
     dimensions: tuple[dict[int, Any], ...]
@@ -111,7 +111,7 @@ def _exported(module: nn.Module, arguments: tuple[Any, ...], dimensions: tuple[d
 
 def require_onnx() -> None:
     """Raise InputError if ONNX Runtime or the package that writes ONNX files is not installed."""
-    for name in ("onnxruntime", "onnxscript"):  # PyTorch imports the second
+    for name in ("onnxruntime", "onnxscript"):  # PyTorch imports onnxscript.
         require_package(name, "onnx")
 
 
@@ -141,7 +141,7 @@ def write_onnx(network: Transformer, folder: Path) -> None:
                 ) from error
         assert converted is not None
         for node in converted.model.graph.all_nodes():
-            # Where in the sources each operator comes from, with paths of this machine.
+            # They name the source line of each operator, with paths of this machine.
             node.metadata_props.clear()
         converted.save(folder / f"{name}.onnx")
 

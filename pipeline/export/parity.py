@@ -1,9 +1,9 @@
 """Comparison of a bundle's formats with the checkpoint on real sentences, for `parity.json`.
 
 The truth is the checkpoint's network in float64. Searches in float32 agree with it up to a tolerance that follows from
-the network and the text, not from a processor: how much an answer's log-probability changes if float64 is disturbed as
-much as float32 rounds. Formats may choose other tokens than the checkpoint only in a tie, where the truth decides by
-less than twice the tolerance. The beam searches of other programs, and int8 and bfloat16, are only reported.
+the network and the text, not from a processor: the change of an answer's log-probability when the float64 network gets
+noise of float32's rounding. A format may choose other tokens than the checkpoint only in a tie: when the true scores
+differ by at most twice the tolerance. The beam searches of other programs, and int8 and bfloat16, are only reported.
 """
 
 import copy
@@ -56,7 +56,7 @@ class Text(NamedTuple):
     references: list[str] | None
     bleu_tokenizer: str = DEFAULT
     metric: str = "bleu"
-    """That of `run.best_by`."""
+    """The metric of `run.best_by`."""
 
 
 def parity_text(model: TrainedModel, source: Path | None, reference: Path | None, num_sentences: int) -> Text:
@@ -93,16 +93,16 @@ class Truth:
         self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
 
     def log_probabilities(self, pairs: Sequence[Pair]) -> list[float]:
-        """Return log P(answer | source) of each pair. It is kept, since most formats have the same answers."""
+        """Return log P(answer | source) of each pair. Results are cached, since most formats have the same answers."""
         keys = [(tuple(source), answer) for source, answer in pairs]
         unknown = [key for key in dict.fromkeys(keys) if key not in self._known]
         self._known |= dict(zip(unknown, self._forced(unknown), strict=True))
         return [self._known[key] for key in keys]
 
     def tolerance(self, pairs: Sequence[Pair]) -> float:
-        """Return how far a log-probability in float32 may be from the truth.
+        """Return the tolerance: how far a log-probability in float32 may be from the truth.
 
-        Some of the pairs, of all lengths, are computed anew with noise of float32's precision on the output of each
+        Some of the pairs, of all lengths, are computed again with noise of float32's precision on the output of each
         layer and of the softmax. The precision of their sum is added, since a search sums in float32.
         """
         precision, generator = torch.finfo(torch.float32).eps, torch.Generator().manual_seed(0)
@@ -130,7 +130,7 @@ class Truth:
     def _forced(self, pairs: Sequence[Pair], noise: Callable[[Tensor], Tensor] | None = None) -> list[float]:
         def log_softmax(states: Tensor) -> Tensor:
             logits = self.network.logits(states)
-            # The softmax subtracts numbers of the size of logits, also where the result is near 0.
+            # The softmax subtracts numbers as large as logits, even where the result is near 0.
             return logits.log_softmax(-1) + (noise(logits) if noise else 0.0)
 
         sources, answers = [source for source, _ in pairs], [answer for _, answer in pairs]
@@ -190,7 +190,7 @@ class Parity:
         """Return a format's figures, and a message for each bound that they exceed.
 
         Bounds apply to greedy answers, to beam answers of a search with this project's rules, and to the scores of
-        both. Another beam search is reported, and so is everything if it is not `bounded`.
+        both. Other beam searches are only reported, and so is everything unless `bounded`.
         """
         beam, measured = self.measure(runner.beam)
         figures: Figures = {"sentences": len(beam)}
@@ -222,12 +222,12 @@ class Parity:
         return {**figures, **measured}, messages
 
     def beam_against(self, beams: list[list[Answer]], n_best: int | None = None) -> tuple[list[str], list[float]]:
-        """Return whether each best answer is equal, tied or different, and how far n-best scores are from the truth.
+        """Return whether each best answer is equal, tied or different, and the distances of n-best scores to the truth.
 
-        `beams` have the best `n_best` answers, or the whole beam if it is None.
+        Each of `beams` has the best `n_best` answers, or the whole beam if that is None.
         """
         outcomes, differences, alpha = [], [], self.settings.length_penalty
-        # At once, because together they take less time.
+        # All at once, which takes less time.
         self.truth.log_probabilities(
             [(source, answer.tokens) for source, beam in zip(self.sources, self.beam, strict=True) for answer in beam]
         )
@@ -241,13 +241,13 @@ class Parity:
         return outcomes, differences
 
     def greedy_against(self, answers: list[Answer]) -> tuple[list[str], list[float]]:
-        """Return whether each greedy answer is equal, tied or different, and how far its score is from its true one."""
+        """Return whether each greedy answer is equal, tied or different, and the distance of its score to the truth."""
         outcomes, differences = [], []
         true = self.truth.log_probabilities(
             [(source, answer.tokens) for source, answer in zip(self.sources, answers, strict=True)]
         )
         for source, ours, theirs, score in zip(self.sources, self.greedy, answers, true, strict=True):
-            # What comes after the first tokens that differ has no part in a tie.
+            # Tokens after the first ones that differ do not count for a tie.
             pairs = enumerate(zip_longest(ours.tokens, theirs.tokens), start=1)
             end = next((length for length, pair in pairs if pair[0] != pair[1]), None)
             outcomes.append(self._outcome(source, ours.tokens[:end], theirs.tokens[:end], 0.0))

@@ -1,4 +1,4 @@
-"""What a program outside this project needs to run a model: its package, and a network whose parts it knows."""
+"""Checks whether another program can run a model: its package is installed, and it knows the network's parts."""
 
 import importlib
 from collections.abc import Iterable

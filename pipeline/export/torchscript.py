@@ -18,6 +18,6 @@ def write_torchscript(network: Transformer, tokenizer: Tokenizer, card: str, pat
     with warnings.catch_warnings():
         # PyTorch deprecates TorchScript.
         warnings.simplefilter("ignore", DeprecationWarning)
-        buffer = io.BytesIO()  # Written to a full disk, `torch.jit.save` ends the process.
+        buffer = io.BytesIO()  # On a full disk, `torch.jit.save` to a file would end the process.
         torch.jit.save(torch.jit.script(search), buffer, _extra_files=extra)
     path.write_bytes(buffer.getbuffer())
