@@ -1,4 +1,4 @@
-"""When checkpoints are saved, which of them are kept, and the moving average of the weights that is in them."""
+"""When checkpoints are saved, which of them are kept, and the moving average of the weights that they hold."""
 
 import math
 import time
@@ -35,24 +35,24 @@ from pipeline.runtime.console import say
 from pipeline.runtime.step_clock import StepClock
 
 _COPY_SLACK = 1 << 20
-"""Bytes of a checkpoint's tensors beside weights, moments and tokenizer: steps, and what places tensors at 64 bytes."""
+"""Bytes of a checkpoint's tensors beside weights, moments and tokenizer: step counts, and alignment to 64 bytes."""
 
 
 class CheckpointCallback(Callback):
     """Save a checkpoint at step or time intervals and at the end; keep the newest ones and the best by `run.best_by`.
 
     As many checkpoints as the newest ones are also kept around the best validation, so that they can be averaged after
-    the run has gone on without improving. They move to a folder of their own when they leave the newest.
+    the run has continued without improving. They move to a folder of their own when newer ones take their place.
 
     Checkpoints are written in the background where the host has room for a copy (see `AtomicCheckpointIO`). No file is
-    removed before those that replace it have their final names. An error of a write is raised after the next step, at
-    the next checkpoint, at a stop and at the end.
+    removed before those that replace it have their final names. The error of a write is raised after the next step, at
+    the next checkpoint, at a stop or at the end, whichever comes first.
     """
 
     def __init__(
         self, run: Path, recipe: Recipe, tokenizer: Tokenizer, clock: StepClock, mode: Literal["max", "min"] = "max"
     ) -> None:
-        """`mode` says which score of `run.best_by` is the best."""
+        """`mode` tells whether the largest or the smallest score of `run.best_by` is the best."""
         self._run = run
         self._sign = 1.0 if mode == "max" else -1.0
         self._settings = recipe.run
@@ -76,7 +76,7 @@ class CheckpointCallback(Callback):
         minutes = self._settings.checkpoint_every_minutes
         due = bool(every) and trainer.global_step % (every or 1) == 0
         if minutes is not None and not due and trainer.global_step % self._settings.log_every_steps == 0:
-            # The clocks of ranks differ, so rank 0 decides. The broadcast makes ranks wait: not in every step.
+            # The clocks of ranks differ, so rank 0 decides. Ranks wait for the broadcast, so not every step has one.
             due = trainer.strategy.broadcast(time.monotonic() - self._last_saved >= 60 * minutes)
         # Resuming from a checkpoint saved before the step's validation would skip that validation.
         self._save_after_validation = due and validation_is_due(trainer)
@@ -119,16 +119,16 @@ class CheckpointCallback(Callback):
 
         Args:
             trainer: the trainer.
-            stopping: a checkpoint between two intervals is temporary: it is there to resume from, and the next one
-                replaces it, so that the checkpoints left to average are as far apart as the recipe says.
-            best: save `best.ckpt` as well, from the same copy.
+            stopping: a checkpoint between two intervals is temporary: it is for resuming only, and the next one
+                replaces it, so that the checkpoints to average are as far apart as the recipe says.
+            best: save `best.ckpt` as well, from the same copy in memory.
         """
         step, previous = trainer.global_step, self._temporary_step
         # A run that is stopped again during the validation it resumed with may have resumed from a regular checkpoint.
         was_regular = self.saved_step == step != previous
         self._temporary_step = step if stopping and not self._save_after_validation and not was_regular else None
         replaced = [previous] if previous not in (None, step) else []
-        # The state goes along by value: training changes it while the thread writes.
+        # The arguments are values of now: training changes the state while the thread writes.
         remove = partial(self._remove_old, step, self._best_step, self._temporary_step, replaced)
         copies = (best_path(self._run),) if best else ()
         self._write(trainer, step_path(self._run, step), WriteOptions(copies, remove))
@@ -137,11 +137,11 @@ class CheckpointCallback(Callback):
     def _remove_old(self, saved: int, best: int | None, temporary: int | None, replaced: list[int]) -> None:
         """Keep `run.keep_last` newest checkpoints, and as many nearest to the best validation.
 
-        The latter are what they would be if no checkpoint had ever been removed: a new best step is among the newest
-        checkpoints, and those that are saved later only replace others of the nearest.
+        The latter are the same as if no checkpoint had ever been removed: a new best step is among the newest
+        checkpoints, and later checkpoints only replace others of the nearest.
 
-        This runs in the thread that has written the checkpoint, and only if it was written: a kill before leaves more
-        files than are kept, and the next checkpoint's turn removes them.
+        This runs in the thread that has written the checkpoint, and only if it was written. If the process is killed
+        before, more files are left than are kept, and the call after the next checkpoint removes them.
 
         Args:
             saved: step of the checkpoint.
@@ -151,7 +151,7 @@ class CheckpointCallback(Callback):
         """
         for step in replaced:
             step_path(self._run, step).unlink(missing_ok=True)
-        # Newer checkpoints were damaged when the run resumed from this step: they do not count.
+        # Checkpoints newer than this one were damaged when the run resumed, and do not count.
         newest = {step_of(path): path for path in step_checkpoints(self._run) if step_of(path) <= saved}
         around = {step_of(path): path for path in around_best_checkpoints(self._run)}
         near: list[int] = []
@@ -177,7 +177,7 @@ class CheckpointCallback(Callback):
         self._clock.begin("loop_overhead")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: PlainValues) -> None:
-        """Add what makes the checkpoint usable without the run folder."""
+        """Add the metadata that make the checkpoint usable without the run folder."""
         checkpoint["translation"] = self._metadata
 
     def state_dict(self) -> PlainValues:
@@ -194,7 +194,7 @@ class CheckpointCallback(Callback):
         return checkpoint_bytes(sum(weight.nbytes for weight in module.parameters()), self._with_average)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the step of the checkpoint that the run resumes from, and say how much disk and memory the run needs."""
+        """Record the step that the run resumes from, and print how much disk and memory checkpoints need."""
         self.saved_step = trainer.global_step
         size = self._checkpoint_bytes(pl_module) / 1e6
         files = max_checkpoints(self._settings.keep_last)
@@ -204,7 +204,7 @@ class CheckpointCallback(Callback):
 
     def load_state_dict(self, state_dict: PlainValues) -> None:
         """Restore the callback's state."""
-        # The first runs of format 2, as the one that tests keep, knew BLEU only, and called it so.
+        # The first runs of format 2, such as the one in tests, knew only BLEU, and stored it as `best_bleu`.
         self.best_score = state_dict.get("best_score", state_dict.get("best_bleu"))
         self._best_step = state_dict["best_step"]
         self._temporary_step = state_dict["temporary_step"]

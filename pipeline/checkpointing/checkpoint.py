@@ -1,7 +1,7 @@
 """Checkpoint files: written atomically, found, read, averaged.
 
 A checkpoint needs no other file: its key `translation` holds the network's settings, the tokenizer and the recipe as
-plain values and tensors, so that it loads with `weights_only`. `resume_point.py` reads what a run needs to go on.
+plain values and tensors, so that it loads with `weights_only`. `resume_point.py` reads what a run resumes with.
 """
 
 import sys
@@ -26,34 +26,34 @@ from pipeline.checkpointing.run_folder import AVERAGES, best_path, is_valid, lat
 from pipeline.config.recipe import Recipe, stored_settings
 
 PREFIX = "network."
-"""How names of weights begin in a checkpoint, which are those of `TranslationModule`."""
+"""Prefix of the names of weights in a checkpoint, which are those of `TranslationModule`."""
 _STORED = {
     "global_step": int,
     "state_dict": {str: Tensor},
     "selection": {"run_step": int},
     "translation": {"tokenizer": Tensor, "seen_pieces": (Tensor, NoneType)},
 }
-"""The types of what a checkpoint holds beside settings; see `misshapen`."""
+"""Types of a checkpoint's values, except for settings; see `misshapen`."""
 _MAX_VALUES, _MAX_DEPTH = 1_000_000, 64
-"""How many values a checkpoint has at most, and in how many others one of them lies."""
+"""Limits on the number of values in a checkpoint, and on their depth of nesting."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint file holds, checked when it was read; tensors are memory-mapped."""
+    """The contents of a checkpoint file, which were checked when it was read; tensors are memory-mapped."""
 
     path: Path
     step: int
     """Optimizer steps taken."""
     run_step: int
-    """Those that its run had taken when it was written, of which an average around the best validation has fewer."""
+    """Steps that the run had taken when the file was written: more than `step` for an average around the best."""
     recipe: Recipe
-    """That of its run, whose `network` has the settings of the weights."""
+    """The recipe of its run, whose `network` has the settings of the weights."""
     tokenizer: Tokenizer
     weights: dict[str, Tensor]
-    """The state dict of `Transformer`: of a run with a moving average, the average."""
+    """The state dict of `Transformer`; for a run with a moving average, the average."""
     contents: PlainValues
-    """All of the file, of which `resume_point.py` takes what a run needs to go on."""
+    """The whole file, from which `resume_point.py` takes what a run resumes with."""
 
     def network(self) -> Transformer:
         """Return the network with these weights, in evaluation mode, float32, on the CPU.
@@ -118,8 +118,8 @@ def write_atomic(contents: PlainValues, path: Path) -> None:
 def resolve_checkpoint(path: Path) -> Path:
     """Return the checkpoint that a path stands for.
 
-    For a run folder that is its average if it is not older than the newest checkpoint, else the best one by validation
-    BLEU, else the newest. An average that is older is reported on standard error.
+    For a run folder that is its average if it is not older than the newest checkpoint, else the best one by
+    `run.best_by`, else the newest. An average that is older is reported on standard error.
 
     Raises InputError when there is none.
     """
@@ -128,7 +128,7 @@ def resolve_checkpoint(path: Path) -> Path:
     if not path.exists():
         raise InputError(f"{path}: there is no such checkpoint or run folder; fit names the folder it writes to")
     newest, _ = latest_valid(path)
-    # By the step, because a clock may go back; of the same step, the one that was written last.
+    # Compared by step, because a clock may go back; of averages of one step, the one written last.
     made = {average: read_checkpoint(average).run_step for average in path.glob(AVERAGES)}
     average = max(made, key=lambda average: (made[average], average.stat().st_mtime), default=None)
     # A run that was resumed after averaging has better weights than its average.
@@ -149,7 +149,7 @@ def resolve_checkpoint(path: Path) -> Path:
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read and check a file; no code in it is executed.
 
-    Settings are checked as those of a recipe, and completed by those that are newer than the file.
+    Settings are checked like those of a recipe; settings that are newer than the file get their defaults.
 
     Raises InputError for a file that is truncated, has another format, or is not a checkpoint of this program.
     """
@@ -163,10 +163,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
             warnings.simplefilter("ignore")  # About other kinds of files, which are refused below.
             contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         _check_size(contents, path.stat().st_size)
-    except Exception:  # Of many kinds, which PyTorch does not name: whatever a foreign or damaged file causes.
+    except Exception:  # A foreign or damaged file causes exceptions of many types, which PyTorch does not document.
         raise InputError(
             f"{path}: cannot be read as a checkpoint: it may be an export, damaged, or contain more than plain "
-            "tensors; give another file that fit has written, or remove it, if fit shall resume from an earlier one"
+            "tensors; give another file that fit has written, or remove it to let fit resume from an earlier one"
         ) from None
     part = contents.get("translation") if isinstance(contents, dict) else None
     if not isinstance(part, dict) or not {"state_dict", "global_step"} <= contents.keys():
@@ -179,7 +179,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def _checked(path: Path, contents: PlainValues) -> Checkpoint:
-    """Return what a file holds; raise InputError or ValueError for what is wrong in it."""
+    """Return the contents of a file; raise InputError or ValueError if a value is wrong."""
     # Only an average around the best validation has a selection.
     complete = {"selection": {"run_step": contents["global_step"]}, **contents}
     if wrong := misshapen(complete, _STORED):
@@ -199,7 +199,7 @@ def _checked(path: Path, contents: PlainValues) -> Checkpoint:
 
 
 def _check_archive(path: Path) -> None:
-    """Raise ValueError if a file unpacks to more than it has bytes, or reserves memory by a number in it."""
+    """Raise ValueError if a file unpacks to more bytes than it has, or names a number of bytes to reserve."""
     with zipfile.ZipFile(path) as archive:
         if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
             raise ValueError("its entries are larger than the file")
@@ -209,7 +209,7 @@ def _check_archive(path: Path) -> None:
 
 
 def _check_size(contents: object, file_bytes: int) -> None:
-    """Raise ValueError if values that a file has once stand in too many places, or tensors have more bytes than it."""
+    """Raise ValueError if values are too many or nested too deeply, or if tensors need more bytes than the file has."""
     todo: list[tuple[object, int]] = [(contents, 0)]
     num_values = num_bytes = 0
     while todo:
@@ -233,12 +233,12 @@ class NoInitialValues(TorchFunctionMode):
     """Leaves new weights uninitialized, because those of a checkpoint replace them.
 
     The meta device would do the same, but the first operation on it imports torch.compile, which takes a second.
-    Raises RuntimeError where there would be many more than in the checkpoint.
+    Raises RuntimeError if the network has many more weights than the checkpoint.
     """
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
         super().__init__()
-        # A custom part of a network may make tensors that are not stored.
+        # A custom part of a network may create tensors that are not stored.
         self._tensors = 2 * len(weights) + 1000
         self._elements = 2 * sum(weight.numel() for weight in weights.values()) + 10**8
 
@@ -262,18 +262,18 @@ class NoInitialValues(TorchFunctionMode):
 
 
 def average(paths: list[Path], read: Callable[[Path], Checkpoint] = read_checkpoint) -> PlainValues:
-    """Return the contents of a checkpoint whose weights are the mean of those given, summed in float64 (section 6.1).
+    """Return the contents of a checkpoint with the mean weights of several, summed in float64 (section 6.1).
 
     It has no optimizer state: it is for translating, or for starting another run.
 
     Args:
         paths: the checkpoints, the newest last.
-        read: returns one of them.
+        read: reads one of them.
 
     Raises InputError when networks or vocabularies differ.
     """
     newest = read(paths[-1])
-    # Copies, because weights that are stored in float64 would be added to in place.
+    # Copied, because sums are in place and would change weights that are stored in float64.
     sums = {name: tensor.to(torch.float64, copy=True) for name, tensor in newest.weights.items()}
     for path in paths[:-1]:
         other = read(path)

@@ -35,7 +35,7 @@ class HostCopy:
         return self._memory.nbytes
 
     def reserve(self, size: int, processes: int) -> None:
-        """Reserve `size` bytes in place of those before, if there is room.
+        """Release the reserved memory, and reserve `size` bytes if there is room.
 
         Args:
             size: bytes.
@@ -44,16 +44,16 @@ class HostCopy:
         self.release()
         self._processes = processes
         if not can_measure_peak():
-            self.refusal = "this system does not say how much memory a process takes"
+            self.refusal = "this system does not report how much memory a process uses"
             return
         limit = host_memory_limit(processes)
         self.refusal = f"a copy of {size / 1e6:,.0f} MB does not fit, {limit.owner} has {limit.size / 1e6:,.0f} MB"
         if private_memory() + size <= limit.size:
             memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            # Loader processes are forked, and each would keep the pages of the copy before the next one.
+            # Forked loader processes would otherwise keep the pages of earlier copies.
             memory.madvise(mmap.MADV_DONTFORK)
             self._memory = np.frombuffer(memory, dtype=np.uint8)
-            # All pages are in memory from now on: what is measured to fit beside them still fits when they are used.
+            # Touch all pages now: what is measured to fit beside them still fits when they are used.
             self._memory.fill(0)
 
     def release(self) -> None:
@@ -64,7 +64,7 @@ class HostCopy:
     def take(self, contents: PlainValues) -> PlainValues | None:
         """Return a copy of a checkpoint's contents, which is valid until the next call; None if there is no room.
 
-        An optimizer with more state than Adam needs more memory than was reserved, and gets it here.
+        An optimizer with more state than Adam needs more memory than was reserved; it is reserved here.
         """
         if not self.size:
             return None
@@ -99,13 +99,13 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 
 def _aligned(size: int) -> int:
-    """Return the bytes that are set aside for a tensor of this size, so that each begins at a multiple of 64."""
+    """Return the bytes to reserve for a tensor of this size, so that each tensor begins at a multiple of 64."""
     return -(-size // 64) * 64
 
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """What else to do with a checkpoint, as Lightning's `storage_options`."""
+    """What to do besides writing a checkpoint; passed as Lightning's `storage_options`."""
 
     copies: tuple[Path, ...] = ()
     """Other files with the same contents, written before the checkpoint itself."""
@@ -124,7 +124,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         super().__init__()
         self._copy = HostCopy()
         self._write: Future[None] | None = None
-        """The write in flight, or one whose error has not been raised."""
+        """The write in flight, or a failed one whose error has not been raised yet."""
 
     def reserve(self, size: int, processes: int) -> None:
         """Write in the background from now on if the host has room for a copy of `size` bytes; see `HostCopy`."""
@@ -153,15 +153,15 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     ) -> None:
         """Save the whole checkpoint, or leave nothing behind.
 
-        Raises OSError when the disk is too full for it; one that is written in the background raises it at the next
-        call of this function, `raise_error` or `wait`.
+        Raises OSError when the disk is too full. The error of a write in the background is raised by the next call of
+        this function, `raise_error` or `wait`.
         """
         options = storage_options or WriteOptions()
-        # The checkpoint comes last. It records that this step is the best one: were it written first, a run that is
-        # killed between the two would resume from it and never write the best one.
+        # The checkpoint comes last, because it records that this step is the best one: if it came first, a run that is
+        # killed between the two writes would resume from it and never write the best one.
         files = [*options.copies, Path(path)]
-        # All copies are in the same memory, so the one before must be on disk. Its error ends the run here: to go on
-        # would leave a user with a full disk and ever older checkpoints.
+        # All copies use the same memory, so the previous one must be on disk. Its error ends the run here: a run that
+        # went on with a full disk would have ever older checkpoints.
         self.wait()
         had_copy = bool(self.copy_bytes)
         copied = self._copy.take(checkpoint)
@@ -169,8 +169,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         def write() -> None:
             for file in files:
                 write_atomic(checkpoint if copied is None else copied, file)
-            # `afterwards` removes old checkpoints. It comes last, so that a kill at any moment leaves them or those
-            # that replace them.
+            # `afterwards` removes old checkpoints. It comes last, so that a process killed at any moment leaves them or
+            # the ones that replace them.
             options.afterwards()
 
         if copied is None:
@@ -178,8 +178,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 say(f"checkpoints: {self.describe()}")
             write()
             return
-        # The interpreter waits for an executor's thread before it exits, also after an error, so the file is written
-        # whole.
+        # The interpreter waits for an executor's thread before it exits, even after an error, so that the file is
+        # complete.
         executor = ThreadPoolExecutor(1, "checkpoint-writer")
         self._write = executor.submit(write)
         executor.shutdown(wait=False)
@@ -191,7 +191,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             ended.result()
 
     def join(self) -> None:
-        """Wait for the write in flight, also if it fails. This may be called from any thread."""
+        """Wait for the write in flight without raising its error. This may be called from any thread."""
         if (write := self._write) is not None:
             wait([write])
 
@@ -203,7 +203,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def teardown(self) -> None:
         """Wait for the write in flight, and report its error.
 
-        After a training that has ended in order there is none. Where an error has ended it, that one is the cause.
+        After a training that ended normally there is none. If an error ended training, that error is the one to raise.
         """
         try:
             self.wait()

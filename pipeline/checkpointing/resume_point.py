@@ -1,4 +1,4 @@
-"""What a run is resumed from: its newest checkpoint, after all that a resumed run takes from it has been checked."""
+"""The checkpoint that a run resumes from, with checks of everything that a resumed run takes from it."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -52,13 +52,13 @@ _RESUMED = {
     "lr_schedulers": [{}],
     "skipped_steps": [(float, int)],
 }
-"""The types of what a resumed run reads of a checkpoint, beside tensors. Lightning would go on without some of it."""
+"""Types of what a resumed run reads from a checkpoint, beside tensors; Lightning ignores that some is missing."""
 _AVERAGED = {
     "current_model_state": {str: Tensor},
     "averaging_state": {"n_averaged": (Tensor, int)},
     "callbacks": {"EMA": {"latest_update_step": int}},
 }
-"""Likewise of what a run with a moving average reads."""
+"""Likewise for what a run with a moving average reads besides."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class ResumePoint:
     step: int
     """Optimizer steps taken."""
     validation_pending: bool
-    """Whether the run was stopped during the validation after this step, which then has to be run again."""
+    """Whether the run was stopped during the validation after this step, which has to be repeated."""
     bleu_tokenizer: str
     """The tokenizer of validation BLEU that the run began with."""
     tokenizer: Tokenizer
-    """That of the corpus, with the pieces that the run and those that it started from have seen."""
+    """The corpus's tokenizer, with the pieces that this run and the runs that it started from have seen."""
 
 
 def read_resume_point(path: Path, recipe: Recipe) -> ResumePoint:
@@ -81,10 +81,10 @@ def read_resume_point(path: Path, recipe: Recipe) -> ResumePoint:
 
     Args:
         path: the checkpoint.
-        recipe: the recipe; its network gets the settings that the run's has brought along.
+        recipe: the recipe; its network inherits settings of the run's network; see `Recipe.inherit_network`.
 
-    Raises InputError as `read_checkpoint` does, and for something that is missing, does not belong to the checkpoint's
-    step, or does not fit the recipe's network and optimizer.
+    Raises InputError as `read_checkpoint` does, and if a value is missing, contradicts the checkpoint's step, or does
+    not fit the recipe's network and optimizer.
     """
     checkpoint = read_checkpoint(path)
     contents, averaged = checkpoint.contents, recipe.training.ema_decay is not None
@@ -102,13 +102,13 @@ def read_resume_point(path: Path, recipe: Recipe) -> ResumePoint:
 
 
 def _misplaced(checkpoint: Checkpoint) -> str:
-    """Return what does not belong to a checkpoint's step, or has no such value; empty if there is none."""
+    """Return the name of a value that contradicts the checkpoint's step or is not allowed; empty if there is none."""
     contents, step = checkpoint.contents, checkpoint.step
     loop = contents["loops"]["fit_loop"]
     counted = loop["epoch_loop.manual_optimization.optim_step_progress"]["total"].get("completed")
     if not step == step_of(checkpoint.path) == counted:
         return "the number of steps"
-    # Each step takes a batch, and each epoch has one.
+    # Each step takes a batch, and each epoch has at least one.
     if [place["epoch"] + place["next_batch"] <= step for place in loop["state_dict"]["combined_loader"]] != [True]:
         return "the position in the corpus"
     if len(contents["optimizer_states"]) != 1:
@@ -141,12 +141,12 @@ def _unfit(checkpoint: Checkpoint, recipe: Recipe) -> str:
 
 
 def _numbers(group: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings of a group of parameters that determine its steps; the rate is set before each."""
+    """Return the settings of a parameter group that determine its steps; the learning rate is set before each step."""
     return {key: value for key, value in group.items() if key != "lr" and type(value) in (int, float, tuple)}
 
 
 def _wrong_state(network: nn.Module, optimizer: Optimizer) -> str:
-    """Return which parameter's state an optimizer lacks or has of another shape; empty if there is none."""
+    """Return a message about a parameter whose optimizer state is missing or has another shape; empty if all fit."""
     is_own = all(type(module).__module__.startswith(("model.", "torch.")) for module in network.modules())
     for name, parameter in network.named_parameters():
         state = optimizer.state.get(parameter, {})

@@ -40,9 +40,9 @@ from pipeline.runtime.signals import Stopped, raise_if_stopped
 EVENTS, METRICS, STARTS, SUMMARY = "tensorboard", "metrics.jsonl", "starts.jsonl", "summary.json"
 """TensorBoard's folder; the logged scalars, the starts of the run, and its final scores as JSON."""
 EVENT_FILES = "events.out.tfevents."
-"""How names of TensorBoard's files with the curves begin."""
+"""Prefix of the names of TensorBoard's event files."""
 AVERAGES = "average*.ckpt"
-"""Averaged checkpoints in a run folder, by a pattern."""
+"""Pattern of the names of averaged checkpoints in a run folder."""
 STOPPED_EARLY = "stopped-early.json"
 """Written when early stopping ends a run: the step and the patience."""
 
@@ -51,7 +51,7 @@ MAY_CHANGE = ("name", "decoding", "run", "monitoring", "trainer")
 MAY_CHANGE_KEYS = ("batches.max_tokens_per_device", "batches.workers", "corpus.folder")
 """Keys of other sections that may change."""
 MAY_NOT_CHANGE = ("run.seed", "run.best_by", "run.validation_translations")
-"""Keys of these sections that may not."""
+"""Keys of these sections that may not change."""
 
 MAX_STARTS = 3
 """How often a job may start from the same checkpoint: once, and twice more after failures."""
@@ -67,7 +67,7 @@ _REMOVED = {
     EVENTS: (f"{EVENT_FILES}*", "embeddings.*", "projector_config.pbtxt"),
     "": (STOPPED_EARLY, METRICS, SUMMARY, STARTS, AVERAGES, ".fresh-*"),
 }
-"""What `--fresh` removes of a run: names of files by folder, which may be a link, as to a disk for large files."""
+"""What `--fresh` removes of a run: patterns of file names by folder, which may be a link to another disk."""
 
 
 def step_path(run: Path, step: int) -> Path:
@@ -103,7 +103,7 @@ def around_best_checkpoints(run: Path) -> list[Path]:
 
 
 def nearest_steps(steps: Iterable[int], best: int, count: int) -> list[int]:
-    """Return the `count` steps nearest to `best`, the earliest first; of two equally near ones the later is nearer."""
+    """Return the `count` steps nearest to `best`, the earliest first; of two equally near steps, the later counts."""
     return sorted(sorted(steps, key=lambda step: (abs(step - best), -step))[:count])
 
 
@@ -135,7 +135,7 @@ def latest_valid(run: Path) -> tuple[Path | None, list[Path]]:
 def read_metrics(run: Path, name: str = METRICS) -> Iterator[PlainValues]:
     """Yield the lines of a run's metrics.jsonl or another file of JSON lines; none if it does not exist.
 
-    A line that a killed process has written in part ends them, as it does where a run resumes.
+    A line that a killed process has written in part ends the iteration, as such a line is removed on resume.
     """
     if not (run / name).exists():
         return
@@ -152,12 +152,12 @@ def is_run(path: Path) -> bool:
 
 
 def _config(path: Path) -> PlainValues | None:
-    """Return the recipe in a folder's config.yaml; None if that has not the sections of one."""
+    """Return the recipe in a folder's config.yaml; None if it lacks the sections of a recipe."""
     try:
         text = (path / "config.yaml").read_text(encoding="utf-8")
         compose(text)
         config = yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):  # ValueError: no UTF-8, or no such date
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):  # ValueError: invalid UTF-8 or an invalid date
         return None
     sections = ("corpus", "batches", "network", "training", "run")
     is_recipe = isinstance(config, dict) and all(isinstance(config.get(section), dict) for section in sections)
@@ -173,7 +173,7 @@ def best_by(path: Path) -> str:
 def check_writable(path: Path, *, fresh: bool = False) -> None:
     """Raise InputError if the path is neither a run folder that can be written nor a place where one can be created.
 
-    With `fresh`, the run that is there can be removed too.
+    With `fresh`, also check that the existing run can be removed.
     """
     if path.exists() and not path.is_dir():
         raise InputError(f"{path}: is a file; give another run.folder")
@@ -189,7 +189,7 @@ def check_writable(path: Path, *, fresh: bool = False) -> None:
     for folder in (checkpoints, around_best, *([path / EVENTS] if fresh and (path / EVENTS).is_dir() else ())):
         if os.path.lexists(folder) and (error := _folder_error(folder)):
             link = f" (a link to {folder.readlink()})" if folder.is_symlink() else ""
-            raise InputError(f"{folder}{link}: cannot be used ({error}); mend it, or give another run.folder")
+            raise InputError(f"{folder}{link}: cannot be used ({error}); repair it, or give another run.folder")
     if around_best.is_dir() and around_best.stat().st_dev != checkpoints.stat().st_dev:
         raise InputError(
             f"{around_best}: is on another disk than {checkpoints}; move it there, or give another run.folder"
@@ -200,7 +200,7 @@ def check_writable(path: Path, *, fresh: bool = False) -> None:
 
 
 def refuse_links(*files: Path) -> None:
-    """Raise InputError if one of the files, which are written where they are, is a link; see `open_in_place`."""
+    """Raise InputError if one of the files, which are written in place, is a link; see `open_in_place`."""
     for file in files:
         if file.is_symlink():
             raise InputError(f"{file}: is a link, which fit does not follow; remove it")
@@ -216,7 +216,7 @@ def _folder_error(folder: Path) -> str | None:
 
 
 def _files_to_remove(run: Path) -> Iterator[Path]:
-    """Yield the files of a run that `--fresh` removes, with what killed processes left of them."""
+    """Yield the files of a run that `--fresh` removes, and temporary files that killed processes left of them."""
     for folder, patterns in _REMOVED.items():
         entries: list[Path] = []
         with suppress(FileNotFoundError, NotADirectoryError):  # The run has no such folder.
@@ -232,11 +232,11 @@ def is_in_use(path: Path) -> bool:
         return False
     try:
         with FileLock(path / _LOCK) as lock:
-            return not lock.take(shared=True)  # shared: two processes that only ask do not exclude each other
+            return not lock.take(shared=True)  # Shared, so that two processes that ask do not exclude each other.
     except PermissionError:
         return True
     except OSError:
-        return False  # Its file system has no locks, which is reported when it is locked.
+        return False  # The file system has no locks, which `RunFolder` reports.
 
 
 def in_use_error(path: Path) -> InputError:
@@ -285,7 +285,7 @@ class RunFolder:
             raise InputError(f"{self.path}: cannot be written ({error.strerror}); give another run.folder") from error
 
     def close(self) -> None:
-        """Release the lock, and remove a folder that holds nothing else, with those above that were made for it."""
+        """Release the lock; remove the folder if it holds nothing else, with the parents that were created for it."""
         with suppress(OSError):  # Another process may have removed one of them or begun to use it.
             if [entry.name for entry in self.path.iterdir()] == [_LOCK]:
                 (self.path / _LOCK).unlink()
@@ -309,7 +309,7 @@ class RunFolder:
                     "same command again"
                 ) from error
         for folder in filter(None, _REMOVED):
-            with suppress(OSError):  # It is a link, holds other files, or is not there.
+            with suppress(OSError):  # It is a link, holds other files, or does not exist.
                 (self.path / folder).rmdir()
         if job is not None:
             _replace(reset_marker(self.path, job), b"")
@@ -323,7 +323,7 @@ class RunFolder:
 
 
 def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
-    """Return the differences between the run's recipe and versions and these: forbidden ones, then allowed ones.
+    """Return the differences of recipe and versions from those of the run: forbidden ones, then allowed ones.
 
     Raises InputError when the run is of another format.
     """
@@ -336,7 +336,7 @@ def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
         # Settings that are newer than the run get their defaults.
         written = load_recipe([path / "config.yaml"]).as_dict()
         if not changed_keys(written["network"], new["network"]):
-            written["network"] = new["network"]  # The same depths may be given by other keys.
+            written["network"] = new["network"]  # Other keys may give the same depths.
     forbidden: list[str] = []
     allowed: list[str] = []
     for change in sorted(changes("", written, new)):
@@ -362,20 +362,20 @@ def _read_versions(path: Path) -> PlainValues:
 
 
 def inherit_network(path: Path, recipe: Recipe) -> Recipe:
-    """Return the recipe with the settings that the network of the run in a folder has brought along."""
+    """Return the recipe with the settings that it inherits from the network of the run in a folder."""
     written = _config(path)
     return recipe if written is None else recipe.inherit_network(written["network"])
 
 
 def check_same_run(path: Path, recipe: Recipe) -> list[str]:
-    """Return the differences between the run's recipe and versions and these, all of which may change on resume.
+    """Return the differences of recipe and versions from those of the run, all of which may change on resume.
 
     Raises InputError for other differences.
     """
     forbidden, allowed = differences(path, recipe)
     if not forbidden:
         return allowed
-    # With --fresh alone, the corpus of the other recipe would be refused next.
+    # With --fresh alone, the corpus, which was made by the other recipe, would be refused next.
     same_corpus = not any(change.startswith("corpus.folder ") for change in allowed)
     needs_corpus = same_corpus and any(change.startswith("corpus.") for change in forbidden)
     also = " and another corpus.folder" if needs_corpus else ""
@@ -401,11 +401,11 @@ def should_reset(requested: bool, path: Path, job: JobStep | None) -> bool:
 
 @contextmanager
 def count_start(path: Path, job: JobStep, checkpoint: Path | None) -> Iterator[None]:
-    """Count how often a job has started from one checkpoint without ending in an orderly way.
+    """Count how often a job has started from one checkpoint without ending normally.
 
     Stopping, finishing and a user's mistake reset the count; a crash, a hang and a lost node do not.
 
-    Raises InputError when there were MAX_STARTS already: the failure would repeat.
+    Raises InputError after `MAX_STARTS` starts, because the failure would repeat.
     """
     name = checkpoint.name if checkpoint else "the beginning"
     file = path / f".starts-{job.job}.json"
@@ -427,7 +427,7 @@ def count_start(path: Path, job: JobStep, checkpoint: Path | None) -> Iterator[N
 
 
 def _is_foreign(entry: Path) -> bool:
-    """Return whether an entry was not left by a `fit` that was killed before it had written its recipe."""
+    """Return whether an entry is something else than a file of a `fit` that was killed before it wrote its recipe."""
     ours = entry.name == ".lock" or entry.name.startswith((".starts-", ".fresh-", ".ranks-"))
     return not ours and not any(is_temporary_file(entry, name) for name in ("config.yaml", ".starts-*"))
 
