@@ -1,6 +1,6 @@
 """Train, evaluate and ship the Transformer of "Attention Is All You Need": see docs/python-api.md.
 
-The names below are imported when they are used first, so that `import pipeline` costs nothing.
+The names below are imported at their first use, so that `import pipeline` costs nothing.
 """
 
 import importlib

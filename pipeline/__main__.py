@@ -150,7 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _report_thread_error(args: threading.ExceptHookArgs) -> None:
-    """Hide a full disk in a background thread: the thread's next caller reports it."""
+    """Do not report a full disk in a background thread: the code that uses the thread's result reports it."""
     if args.exc_value is None or not disk_full_error(args.exc_value):
         threading.__excepthook__(args)
 

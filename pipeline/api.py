@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def _mistakes_in_one_line() -> Iterator[None]:
-    """Raise InputError with the line that a command would print for a mistake."""
+    """Convert a user's mistake to an InputError with the line that a command would print."""
     try:
         yield
     except InputError:
@@ -50,7 +50,7 @@ def _mistakes_in_one_line() -> Iterator[None]:
 
 
 class _File(NamedTuple):
-    """A checkpoint file, and what identifies it: if another file takes its place, the identity differs."""
+    """A checkpoint file and its identity, which differs if another file takes its place."""
 
     path: Path
     identity: tuple[int, int, int]
@@ -68,14 +68,14 @@ def load(
     length_penalty: float | None = None,
     stop_rule: str | None = None,
 ) -> "Model":
-    """Load a model, on the GPU if there is one, and say on standard error which file was chosen.
+    """Load a model, on the GPU if there is one, and print on standard error which file was chosen.
 
     Args:
         path: a run folder, a checkpoint, or an exported bundle that has `model.ts`. That file is a program: load
             bundles that you trust.
-        beam_size: number of open hypotheses; None for the recipe's.
-        length_penalty: exponent alpha of the length penalty; None for the recipe's.
-        stop_rule: when a search stops, "exact" or "first"; None for the recipe's.
+        beam_size: number of open hypotheses; None for the value in the recipe.
+        length_penalty: exponent alpha of the length penalty; None for the value in the recipe.
+        stop_rule: when a search stops, "exact" or "first"; None for the value in the recipe.
 
     Raises:
         InputError: the model cannot be read, or a setting is out of bounds.
@@ -137,7 +137,7 @@ class Model:
     def __init__(
         self, translator: Translator, options: SearchOptions = BY_RECIPE, checkpoint: _File | None = None
     ) -> None:
-        """`checkpoint` is where the network is read from if the search does not hold one."""
+        """The network is read from `checkpoint` if the search does not hold one."""
         self._translator = translator
         self._options = options
         self._settings = options.in_place_of(translator.settings)
@@ -240,7 +240,7 @@ class Model:
         if count < 1:
             raise InputError(f"n_best {count}: must be 1 or more")
         if count > beam_size:
-            raise InputError(f"n_best {count}: is more than the beam, {beam_size}; load the model with more beam_size")
+            raise InputError(f"n_best {count}: is more than the beam, {beam_size}; load it with a larger beam_size")
         prefixes = None
         if target_prefix is not None:
             given = [target_prefix] * len(texts) if isinstance(target_prefix, str) else target_prefix
@@ -259,7 +259,7 @@ class Model:
     @overload
     def score(self, sources: list[str], targets: list[str], *, progress: bool = True) -> list[Hypothesis]: ...
     def score(self, sources: str | list[str], targets: str | list[str], *, progress: bool = True) -> Any:
-        """Score given translations: what the model assigns to each of them, piece by piece, by teacher forcing.
+        """Score given translations by teacher forcing: the model's probability of each of them, piece by piece.
 
         A target's score is that of `translate` if the search spelled the same text with the same pieces.
 
@@ -366,7 +366,7 @@ class Model:
         return rows
 
     def _warn(self, defects: list[Defects]) -> None:
-        """Warn of sentences by number, from 1, in the code that has called this file."""
+        """Warn of sentences by number, from 1; the warnings point to the code that called this module."""
         found = SentenceWarnings(self._translator.prefixes, self._translator.max_source_tokens)
         for number, of_sentence in enumerate(defects, 1):
             found.add(number, of_sentence)
@@ -381,7 +381,7 @@ def _check_sample(sample: Sampling) -> None:
     if not isinstance(sample, Sampling):
         raise InputError(f"sample {sample!r}: give a pipeline.Sampling, such as pipeline.Sampling(temperature=0.7)")
     for name, value in sample._asdict().items():
-        # The classes that NumPy's numbers are of, too.
+        # Classes that include NumPy's numbers.
         kind, what = (Real, "a number") if name in ("temperature", "top_p") else (Integral, "a whole number")
         if isinstance(value, bool) or not (isinstance(value, kind) or (name == "top_k" and value is None)):
             raise InputError(f"sample: {name} {value!r} must be {what}")
@@ -440,7 +440,7 @@ def train(recipe: Mapping[str, object]) -> Path:
 
 @contextmanager
 def _state_restored() -> Iterator[None]:
-    """Restore at the end what training changes for the whole process."""
+    """Restore the global state that training changes in this process."""
     signals.forget()
     precision = torch.get_float32_matmul_precision()
     devices = range(torch.cuda.device_count())

@@ -55,7 +55,7 @@ def run(checkpoint: Path, options: SearchOptions, sentences: list[str]) -> Plain
 
 
 def about(translator: Translator, options: SearchOptions, sentences: list[str]) -> PlainValues:
-    """Return what was measured: the text's size, the search's settings, threads and device."""
+    """Return the conditions of the measurement: the text's size, the search's settings, threads and device."""
     machine = {"threads": torch.get_num_threads(), "device": translator.device.type}
     return {"sentences": len(sentences), **vars(options.in_place_of(translator.settings)), **machine}
 
@@ -72,7 +72,7 @@ def timed_translate(translator: Translator, options: SearchOptions) -> Translate
 
 
 def spread(sentences: list[str], count: int, first: int = 0) -> list[str]:
-    """Return about `count` sentences from all over a text, beginning with number `first`."""
+    """Return about `count` sentences spread evenly over a text, beginning with number `first`."""
     return sentences[first :: max(1, len(sentences) // count)][:count]
 
 

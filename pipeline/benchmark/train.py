@@ -1,8 +1,8 @@
 """Measure the speed and memory of training on the recipe's own batches; `pipeline.commands.benchmark` has the figures.
 
-Others that train (`Other`) may take as many steps in the same process, in turns with ours, a few steps at a time, so
-that a machine whose speed drifts slows all alike. A ratio is the median over these rounds of our target tokens a second
-divided by the other's, both without padding.
+Other trainings (`Other`) may take as many steps in the same process, in turns with the recipe's, a few steps at a time,
+so that a machine whose speed drifts slows all alike. A ratio is the median over these rounds of the recipe's target
+tokens a second divided by the other training's, both without padding.
 """
 
 import sys
@@ -35,14 +35,14 @@ from pipeline.training.train import ensure_corpus
 from pipeline.training.trainer import make_trainer, trainer_options
 
 WARM_UP_STEPS = 5
-"""Steps before the measurement. What is compiled is compiled in the first one."""
+"""Steps before the measurement. Compilation takes place in the first one."""
 MEMORY_STEPS = 2
 """Steps that measure memory. They are not timed, because measuring memory slows them."""
 MEMORY_ROUND = 1
 OURS = "ours"
 """Name of the recipe's own network."""
 ENDLESS = 1 << 40
-"""`max_steps` of training that the measurement ends."""
+"""`max_steps` of a training that ends when the measurement does."""
 Precision = tuple[torch.device, torch.dtype]
 """Device to train on, and type of matrix products; with float32 there is no autocast."""
 
@@ -52,11 +52,11 @@ class Step(Protocol):
 
     @property
     def num_target_tokens(self) -> int:
-        """Without padding."""
+        """Number of target tokens without padding."""
 
 
 class Other(Protocol):
-    """What trains in turns with the recipe's network."""
+    """A training that takes turns with the recipe's network."""
 
     network: nn.Module
     optimizer: Optimizer
@@ -73,14 +73,14 @@ class Training(NamedTuple):
 
     recipe: Recipe
     options: TrainerOptions
-    """The Trainer's."""
+    """Options of Lightning's Trainer."""
     precision: Precision
     module: TranslationModule
     data: TranslationDataModule
 
 
 def prepare(recipe: Recipe) -> Training:
-    """Build what the recipe trains with, on one device, after preparing a corpus that is missing.
+    """Build network, data and options to train the recipe on one device; prepare the corpus if it is missing.
 
     Raises:
         InputError: a setting does not fit this machine or the corpus.
@@ -149,9 +149,9 @@ class SideBySide:
         """Measure at least `steps` steps of each network.
 
         Args:
-            others: what trains in turns with ours, by name.
+            others: trainings that take turns with ours, by name.
             steps: number of timed steps, rounded up to whole rounds.
-            precision: what the networks train on.
+            precision: device and type that the networks train with.
         """
         self.step_seconds: dict[str, list[float]] = {name: [] for name in (OURS, *others)}
         """Seconds of a step in each timed round, by network."""
@@ -172,7 +172,7 @@ class SideBySide:
         self._batches: list[RankBatch] = []
 
     def start(self, *_: object) -> None:
-        """Begin to measure a network's part of the round."""
+        """Start to measure a network's part of the round."""
         if self._round == MEMORY_ROUND:
             self._memory = PeakMemory(self._device)
         self._started = self._now()

@@ -1,4 +1,4 @@
-"""Private API of Lightning, last seen in 2.6.6; `tests/pipeline/test_private_api.py` fails when it moves.
+"""Private API of Lightning, last seen in 2.6.6; `tests/pipeline/test_private_api.py` fails if it changes.
 
 - `Trainer._signal_connector.register_signal_handlers` and `_TrainingEpochLoop._broadcast_sigterm_tensor`: leave SIGTERM
   and SIGUSR1 to `runtime.signals`. No public alternative.
@@ -51,7 +51,7 @@ def precision_plugin(options: Mapping[str, object]) -> MixedPrecision | None:
     """Return Lightning's plugin for float16 without its gradient scaler, None for any other precision.
 
     The module scales the loss itself: Lightning's scaler does not allow clipping in manual optimization. Lightning
-    accepts the precision from one place, so with a plugin it has to be left out of the Trainer's options.
+    accepts either a precision or a plugin, so with the plugin, leave the precision out of the Trainer's options.
     """
     if options.get("precision") != "16-mixed":
         return None
@@ -87,8 +87,8 @@ def call_as_step(trainer: Trainer, method: str, *arguments: Any) -> Any:
 class RankObserver(threading.Thread):
     """Ends rank 0 and the other ranks some time after one of them has failed.
 
-    Lightning's own observer does so at once, with SIGKILL: rank 0 could not say what is wrong, and its exit code would
-    not be the run's. An error that all ranks have, such as a full disk, rarely ends them at the same moment.
+    Lightning's own observer does so at once, with SIGKILL: rank 0 could not report its error, and the run's exit code
+    would be that of the signal. An error of all ranks, such as a full disk, rarely ends them at the same moment.
 
     Args:
         ranks: the processes of ranks 1, 2 ... of this node.
@@ -147,7 +147,7 @@ class SingleStreamDDP(DDPStrategy):
         self._launcher.prepare = self.prepare_launch
 
     def prepare_launch(self) -> None:
-        """Do what comes before this process starts the other ranks."""
+        """Prepare the start of the other ranks; called before this process starts them."""
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
@@ -166,7 +166,7 @@ class WeightAveragingBase(WeightAveraging):
         return self._average_model
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Create the averaged model where the weights will be; the module is on the CPU yet."""
+        """Create the averaged model on the device that the weights move to later; the module is still on the CPU."""
         self._device = trainer.strategy.root_device
         super().setup(trainer, pl_module, stage)
 

@@ -1,7 +1,7 @@
-"""Private API of torchmetrics 1.9.0 and sacreBLEU 2.6.0; `tests/pipeline/test_private_api.py` fails when it moves.
+"""Private API of torchmetrics 1.9.0 and sacreBLEU 2.6.0; `tests/pipeline/test_private_api.py` fails if it changes.
 
 - `torchmetrics.utilities.imports._MATPLOTLIB_AVAILABLE`: where matplotlib is installed, importing Lightning imports
-  torchmetrics, and that pyplot, for metrics that plot themselves. No public alternative.
+  torchmetrics, which imports pyplot for metrics that plot themselves. No public alternative.
 - sacreBLEU's `_extract_corpus_statistics` and `_compute_f_score`: chrF's sufficient statistics and a score from their
   sum, to add up statistics over batches and ranks, and to resample a text without counting its n-grams again. No public
   alternative.
@@ -33,10 +33,10 @@ class _PyplotLeftOut:
 
 
 def leave_out_pyplot() -> None:
-    """Let torchmetrics not import pyplot in this process, which takes 0.3 s and writes to the home folder.
+    """Keep torchmetrics from importing pyplot in this process, which takes 0.3 s and writes to the home folder.
 
-    Each rank would do so, and warn where the home cannot be written. Only the rank that draws imports matplotlib, when
-    it draws first.
+    Each rank would import it, and warn where the home cannot be written. Only the rank that draws imports matplotlib,
+    before its first image.
     """
     sys.meta_path.insert(0, _PyplotLeftOut())
 

@@ -1,7 +1,7 @@
 """Private API of PyTorch that `pipeline` uses; that of the network is in `model/torch_private.py`.
 
 Each docstring names the public interface that the function stands for, and the versions in which the private one was
-found. `tests/pipeline/test_private_api.py` fails when PyTorch moves one of them.
+found. `tests/pipeline/test_private_api.py` fails if PyTorch changes one of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ def start_compile_workers() -> None:
 def default_compiler_cache() -> str:
     """Return the folder that PyTorch sets TORCHINDUCTOR_CACHE_DIR to when it is imported, unless it is set.
 
-    Public: none; after the import, the variable does not tell who set it. Seen in 2.11 to 2.13.
+    Public: none; after the import, the variable does not show whether the user set it. Seen in 2.11 to 2.13.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # as above
 

@@ -36,10 +36,10 @@ class Recipe:
     monitoring: MonitoringSettings = field(default_factory=MonitoringSettings)
     trainer: PlainValues = field(default_factory=dict)
     places: ClassVar[Mapping[str, str]] = {}
-    """File and line of each key that was read; of a recipe that `load_recipe` has returned."""
+    """File and line of each key that was read; empty unless `load_recipe` has returned the recipe."""
 
     def __post_init__(self) -> None:
-        # The run's folder would be runs itself, or the one above, or no line of a script's.
+        # Otherwise the run folder would be `runs` or its parent, or its path would not be one line in scripts.
         if self.name in ("", ".", "..") or printable(self.name) != self.name:
             raise ValueError(f"name {self.name!r} does not name a folder; give another name, or leave the key out")
 
@@ -52,12 +52,12 @@ class Recipe:
         return Path(self.corpus.folder)
 
     def inherit_network(self, network: PlainValues) -> "Recipe":
-        """Return the recipe with the settings that a network has brought along from another program.
+        """Return the recipe with settings of a network that was imported from another program.
 
-        Such a network has an output bias. A recipe need not repeat that, nor the activation.
+        Such a network has an output bias. A recipe need not repeat the bias or the activation.
 
         Args:
-            network: the network's settings.
+            network: the settings of the network.
         """
         if not network.get("output_bias"):
             return self
@@ -67,7 +67,7 @@ class Recipe:
 
     @contextmanager
     def naming_places(self) -> Iterator[None]:
-        """Put file and line before the message of an InputError that begins with a key."""
+        """Prefix the message of an InputError that begins with a key by the key's file and line."""
         try:
             yield
         except InputError as error:
@@ -98,14 +98,14 @@ def add_recipe_arguments(parser: argparse.ArgumentParser, required: bool = True)
 def load_recipe(paths: Iterable[Path], overrides: Iterable[str] = ()) -> Recipe:
     """Read, merge and check a recipe.
 
-    A recipe may extend another one with `extends: FILE`, relative to its own folder, and then contains what differs. It
-    is named after its first file with a `corpus:` section.
+    A recipe may extend another one with `extends: FILE`, relative to its own folder, and then contains the differences.
+    It is named after its first file with a `corpus:` section.
 
     Args:
         paths: a recipe and its overlays. Later files take precedence; mappings are merged, lists replaced.
         overrides: `--section.key value` or `--section.key=value`, split into words as on the command line.
 
-    Raises InputError that names all unknown keys and wrong types, and of each section the first value out of range.
+    Raises InputError that names all unknown keys and wrong types, and the first value out of range of each section.
     """
     paths = list(paths)
     values: PlainValues = {}
@@ -126,13 +126,13 @@ _Settings = TypeVar("_Settings")
 
 
 def stored_settings(values: object, kind: type[_Settings], section: str, exact: bool = False) -> _Settings:
-    """Check settings that a file holds which this program has written, and complete them by newer ones.
+    """Check settings in a file that this program has written; settings that are newer get their defaults.
 
     Args:
         values: plain values.
         kind: the dataclass, such as `Recipe`.
         section: its key in a recipe; "" for the recipe itself.
-        exact: refuse unknown keys, which another version may have; otherwise they are left out.
+        exact: refuse unknown keys, which another version may have written; otherwise ignore them.
 
     Raises ValueError that names the first mistake.
     """
@@ -144,7 +144,7 @@ def stored_settings(values: object, kind: type[_Settings], section: str, exact: 
 
 
 def recipe_from_dict(recipe: Mapping[str, object]) -> Recipe:
-    """Check a recipe that is given as a dictionary with the keys of a recipe file, and leave the dictionary as it is.
+    """Check a recipe that is a dictionary with the keys of a recipe file. The dictionary is not changed.
 
     Paths may be `Path`s. `extends` names a file relative to the current folder.
 
@@ -166,7 +166,7 @@ def recipe_from_dict(recipe: Mapping[str, object]) -> Recipe:
 
 
 def _places(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
-    """Return the place of each dotted key of a dictionary, whose file has keys of the same names."""
+    """Return the place of each dotted key of a dictionary, to replace the places of a file that it extends."""
     places = {f"{prefix}{name}": "the recipe" for name in values}
     for name, value in values.items():
         places |= _places(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {}
@@ -174,7 +174,7 @@ def _places(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
 
 
 def _checked(values: PlainValues, places: dict[str, str], mistakes: list[str]) -> Recipe:
-    """Return the recipe; raise InputError that names `mistakes` and all that are found."""
+    """Return the recipe; raise InputError with `mistakes` and all mistakes that are found here."""
     _remove_old_keys(values, places)
     refused = {f"trainer.{key}": why for key, why in RESERVED_KEYS.items()}
     check = Checker(places, refused)
@@ -192,11 +192,11 @@ def _checked(values: PlainValues, places: dict[str, str], mistakes: list[str]) -
 
 
 OLD_KEYS = {"run.cuda_graphs": "steps run kernel by kernel"}
-"""Keys of version 1.0.0 that have no effect any more, each with what happens instead. All of 1.x accepts them."""
+"""Keys of version 1.0.0 without effect, each with what happens instead. All versions 1.x accept them."""
 
 
 def _remove_old_keys(values: PlainValues, places: dict[str, str]) -> None:
-    """Remove the keys of `OLD_KEYS`, which every run of version 1.0.0 has stored; warn where one asks for something."""
+    """Remove the keys of `OLD_KEYS`, which every run of version 1.0.0 has stored; warn about a value that is set."""
     for key, instead in OLD_KEYS.items():
         section, _, name = key.partition(".")
         inner = values.get(section)
@@ -275,13 +275,13 @@ def _override(values: PlainValues, places: dict[str, str], arguments: list[str])
             section = inner
         section[last] = _parse(text, annotation(key, Recipe, {"trainer": TRAINER_KEYS}))
         for inside in [other for other in places if other.startswith(f"{key}.")]:
-            del places[inside]  # They are those of a value that this one replaces.
+            del places[inside]  # They belong to a value that this one replaces.
         places[key] = "command line"
     return mistakes
 
 
 def _parse(text: str, kind: object) -> object:
-    """Return the value that a word of the command line has for a key of type `kind`; text is taken as it is written."""
+    """Parse a word of the command line for a key of type `kind`; a key that takes text gets it unchanged."""
     if takes_text(kind):
         return None if text in ("", "null") else text
     try:

@@ -1,6 +1,6 @@
-"""Recipe files: reading them, with file and line of each key, and those that come with the program.
+"""Recipe files: reading them, with file and line of each key, and the recipes that come with the program.
 
-The latter are in `configs/` of a clone, and in `pipeline/recipes/` where a wheel is installed.
+Shipped recipes are in `configs/` of a clone, and in `pipeline/recipes/` where a wheel is installed.
 """
 
 import re
@@ -17,7 +17,7 @@ from data_module.registry import did_you_mean
 
 SCHEMA = "recipe.schema.json"
 MODELINE = "# yaml-language-server: $schema="
-"""What a recipe's first line begins with; the path of the schema, relative to the recipe, follows."""
+"""Beginning of a recipe's first line; the path of the schema, relative to the recipe, follows."""
 
 
 def read_extended(path: Path, places: dict[str, str], seen: tuple[Path, ...] = ()) -> PlainValues:
@@ -83,7 +83,7 @@ def _read(path: Path, places: dict[str, str]) -> PlainValues:
 
 
 MAX_VALUES = 100_000
-"""How many values a YAML file has at most, those that aliases repeat included."""
+"""Limit on the values of a YAML file, including those that aliases repeat."""
 
 
 def compose(text: str) -> yaml.Node | None:
@@ -104,9 +104,9 @@ def compose(text: str) -> yaml.Node | None:
 
 
 def plain_copy(value: object) -> Any:
-    """Return a copy that has only what YAML has: paths as text, tuples as lists.
+    """Return a copy with types of YAML only: paths as text, tuples as lists.
 
-    No part of it is shared: a value that stands in two places by an alias of YAML may change in one of them.
+    No part of it is shared: a value that a YAML alias repeats in two places may then change in one of them.
     """
     if isinstance(value, Mapping):
         return {key: plain_copy(item) for key, item in value.items()}
@@ -166,7 +166,7 @@ def _note_places(node: yaml.Node | None, path: Path, prefix: str, places: dict[s
 
 
 def merge(into: PlainValues, values: PlainValues) -> None:
-    """Put `values` in place of those of `into`; mappings are merged."""
+    """Overwrite values of `into` by `values`; mappings are merged."""
     for key, value in values.items():
         if isinstance(value, dict) and isinstance(into.get(key), dict):
             merge(into[key], value)
@@ -182,7 +182,7 @@ def shipped_folder() -> Path:
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Return recipes and overlays by name, such as `demo` and `hardware/one_gpu`; those of subfolders come last."""
+    """Return recipes and overlays by name, such as `demo` and `hardware/one_gpu`; subfolders come last."""
     folder = shipped_folder()
     paths = sorted(folder.rglob("*.yaml"), key=lambda path: (len(path.parts), str(path)))
     return {str(path.relative_to(folder).with_suffix("")): path for path in paths}
@@ -215,11 +215,11 @@ def copy_recipe(name: str, to: Path | None) -> list[Path]:
 
     Args:
         name: one of `shipped_recipes`.
-        to: the file to write, or a folder, which a name without .yaml is; None for a file of the recipe's name in the
-            working folder. Folders are made.
+        to: the file to write, or a folder if the name does not end in .yaml; None for a file of the recipe's name in
+            the working folder. Folders are created.
 
     Returns:
-        The files written, the recipe first. A recipe that it extends is left out if it is there already.
+        The files written, the recipe first. A recipe that it extends is left out if it already exists.
 
     Raises:
         InputError: there is no such recipe, or a file would be overwritten.
@@ -241,14 +241,14 @@ def copy_recipe(name: str, to: Path | None) -> list[Path]:
     for copy in written:
         with atomic_file(copy) as file:
             file.write(texts[copy].encode())
-    # It is generated, and the newest version suits all recipes.
+    # The schema is replaced: it is generated, and the newest one fits all recipes.
     with atomic_file(target.parent / SCHEMA) as file:
         file.write((shipped_folder() / SCHEMA).read_bytes())
     return [*written, target.parent / SCHEMA]
 
 
 def _with_bases(path: Path, target: Path) -> dict[Path, str]:
-    """Return the texts of copies of a recipe and of those that it extends, which stand beside it."""
+    """Return the texts of copies of a recipe and of the recipes that it extends, all in one folder."""
     texts: dict[Path, str] = {}
     while True:
         if target in texts:

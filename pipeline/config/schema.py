@@ -37,19 +37,19 @@ def annotation(key: str, kind: type, sections: Mapping[str, Signature]) -> objec
 
 
 def takes_text(kind: object) -> bool:
-    """Return whether an annotation is text, or text or nothing."""
+    """Return whether an annotation is `str` or `str | None`."""
     return kind is str or kind == str | None
 
 
 def place_of(key: str, places: Mapping[str, str]) -> str | None:
-    """Return file and line of a key, else of the innermost section around it that was read; None if there is none."""
+    """Return file and line of a key, or of the innermost section around it that was read; None if none was."""
     while key not in places and "." in key:
         key = key.rpartition(".")[0]  # The place of `--corpus.train {...}` is that of all keys inside.
     return places.get(key)
 
 
 def place_in(message: str, places: Mapping[str, str], section: str) -> str | None:
-    """Return the place of the first key that a message names and that was read; that of a section if there is none.
+    """Return the place of the first key in a message that was read, or else the place of a section.
 
     A message about two keys may begin with one that was not given.
     """
@@ -75,7 +75,7 @@ class Checker:
         self.mistakes.append(f"{place}: {message}" if place else message)
 
     def dataclass(self, values: object, kind: type, prefix: str) -> Any:
-        """Return an instance of the dataclass, or None after adding to `mistakes`."""
+        """Return an instance of the dataclass; on a mistake, add it to `mistakes` and return None."""
         if not isinstance(values, dict):
             name = prefix.rstrip(".")
             self._wrong(name, f"{name or 'the recipe'} must be a mapping, not {_value_name(values)}")
@@ -117,7 +117,7 @@ class Checker:
                     self._wrong(key, f"{key} is not a key; {way_out}")
 
     def value(self, value: object, kind: object, key: str) -> Any:
-        """Return the value converted to the annotation, or None after adding to `mistakes`."""
+        """Return the value converted to the annotation; on a mistake, add it to `mistakes` and return None."""
         origin, arguments = typing.get_origin(kind), typing.get_args(kind)
         if kind is Any or (isinstance(kind, type) and kind is type(value) and kind is not str):
             return value
@@ -179,7 +179,7 @@ def _parse_int(value: Any) -> int:
 
 
 _NOT_FINITE = {".inf": "inf", "-.inf": "-inf", ".nan": "nan"}
-"""What is no finite number, as YAML writes it and as Python reads it."""
+"""Numbers that are not finite: YAML's spelling -> Python's."""
 
 
 def _parse_float(value: Any) -> float:
@@ -198,7 +198,7 @@ def _parse_str(value: object, errors: str = "strict") -> str:
 
 def _parse_path(value: object) -> str:
     text = _parse_str(value, "surrogateescape")  # The bytes of a file's name need not be UTF-8.
-    if printable(text) != text or "\t" in text:  # Job scripts and logs have a path a line.
+    if printable(text) != text or "\t" in text:  # Job scripts and logs have one path per line.
         raise InputError(f"{text!r} has control characters; give it a name without them")
     return str(user_path(text)) if text.startswith("~") else text
 

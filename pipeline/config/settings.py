@@ -117,7 +117,7 @@ RESERVED_KEYS = {
     "overfit_batches": "give a small corpus",
     "fast_dev_run": "use trainer.max_steps",
 }
-"""Keys of Lightning's Trainer that a recipe may not have although one might expect it, with what to use instead."""
+"""Keys of Lightning's Trainer that a recipe may not have, with what to use instead."""
 TRAINER_KEYS: dict[str, object] = {
     "accelerator": Literal["auto", "cpu", "gpu", "cuda"],
     "strategy": Literal["auto", "ddp"],
@@ -133,9 +133,9 @@ TRAINER_KEYS: dict[str, object] = {
     "profiler": Literal["simple", "advanced", "pytorch"] | None,
     "detect_anomaly": bool,
 }
-"""The keys of Lightning's Trainer that a recipe may have, with those of their values that this program supports.
+"""The keys of Lightning's Trainer that a recipe may have, with the types or values that this program supports.
 
-They are written out because importing Lightning takes seconds, and a mistake is to be reported before that.
+They are listed here because importing Lightning takes seconds, and mistakes are reported before that.
 """
 
 
