@@ -26,7 +26,7 @@ _WITHOUT_SPACES = re.compile("[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u3
 
 
 class Choice(NamedTuple):
-    """The tokenizer to count BLEU on."""
+    """The tokenizer whose tokens BLEU counts."""
 
     tokenizer: str
     """A name that sacreBLEU knows, such as 13a."""
@@ -62,7 +62,7 @@ def choose_tokenizer(requested: str | None, language: str) -> Choice:
 
 
 def tokenizer_of(recipe: PlainValues) -> str:
-    """Return BLEU's tokenizer by the recipe of a checkpoint, and print what the user should know about it.
+    """Return BLEU's tokenizer according to the recipe of a checkpoint, and print a note about it if there is one.
 
     Raises:
         InputError: see `choose_tokenizer`.

@@ -1,4 +1,4 @@
-"""What a bundle is on disk: its folder, the program in it and its card. A bundle is written in `pipeline/export`."""
+"""A bundle on disk: its folder, the program in it and its card. `pipeline/export` writes bundles."""
 
 import os
 from pathlib import Path
@@ -10,13 +10,13 @@ PROGRAM_FILE = "model.ts"
 """The file that translates, a program in TorchScript."""
 CARD_FILE = "card.json"
 START_OVER = "export it again"
-"""What to do with a bundle that this version cannot read."""
+"""The way out in messages about a bundle that this version cannot read."""
 
 
 def bundle_of(path: Path) -> Path | None:
-    """Return the folder of the bundle that a path names, the folder itself or its `model.ts`; None if it is none.
+    """Return the folder of the bundle that a path names by its folder or its `model.ts`; None if it names none.
 
-    A run folder is none, whatever else is in it: `model.ts` is a program, and a run executes nothing.
+    A run folder is no bundle, whatever it holds: `model.ts` is a program, and using a run must not execute files.
     """
     folder = path.parent if path.name == PROGRAM_FILE else path
     is_run = any(map(os.path.lexists, (folder / "config.yaml", folder / "checkpoints")))

@@ -36,16 +36,16 @@ TOKENIZED_LINES = 100
 
 
 class Scored(NamedTuple):
-    """A text and what two systems, or one, have made of it."""
+    """The references of a text, with the translations of one system or two."""
 
     names: list[str]
     """The evaluated checkpoint, and that of `--versus`."""
     translations: list[list[str]]
-    """Of each system."""
+    """The translations of each system."""
     references: list[list[str]]
     """One list or several."""
     scores: list[list[float]]
-    """Those of `--scores`, of each system; empty without."""
+    """The numbers of `--scores` of each system; empty without the option."""
 
     def part(self, indices: list[int]) -> "Scored":
         """Return some of the sentences."""
@@ -56,10 +56,10 @@ class Scored(NamedTuple):
 
 
 class Judges(NamedTuple):
-    """By what translations are scored."""
+    """Settings of the scores."""
 
     tokenizer: str
-    """BLEU's."""
+    """BLEU's tokenizer."""
     requested: list[str]
     """Names of further metrics."""
     language: str | None
@@ -76,14 +76,14 @@ def evaluate(
 
     Args:
         arguments: those of `evaluate`.
-        options: what is asked of the search.
-        texts: the lines of `--source` and of each `--reference`; None for another text.
+        options: options of the search.
+        texts: the lines of `--source` and of each `--reference`; None for a test set or the recipe's text.
         scores: the numbers of each `--scores`.
 
     Raises:
         InputError: a model or its text cannot be read, or an option does not suit them.
     """
-    # Before a checkpoint is loaded, so that a mistake is reported at once.
+    # Checked before a checkpoint is loaded, so that a mistake is reported at once.
     if arguments.test_set is not None:
         require_test_set(arguments.test_set)
     if arguments.paper:
@@ -122,7 +122,7 @@ def evaluate(
 
 
 def warn_of_text(text: EvaluationText, hypotheses: list[str]) -> None:
-    """Print what the user should know about references and translations."""
+    """Print warnings about references and translations."""
     for message in reference_warnings(text.references, hypotheses):
         print(f"{text.name}: its lines {message}", file=sys.stderr)
     if sum(line.endswith(" .") for line in hypotheses) >= TOKENIZED_LINES and not are_characters(hypotheses):
@@ -146,7 +146,7 @@ def text_of_model(translator: Translator, arguments: argparse.Namespace) -> Eval
 
 
 def translations(translator: Translator, text: EvaluationText, options: SearchOptions) -> list[str]:
-    """Return the translations of a text, and print what the user should know about its sentences."""
+    """Return the translations of a text, and print warnings about its sentences."""
     prefixes = translator.prefixes
     if unknown := text.unknown_prefixes(prefixes):
         print(f"{translator.name}: sources are without {' '.join(unknown)}, which it does not know", file=sys.stderr)
@@ -161,7 +161,7 @@ def translations(translator: Translator, text: EvaluationText, options: SearchOp
 
 
 def judges_of(translator: Translator, arguments: argparse.Namespace, text: EvaluationText) -> Judges:
-    """Return what scores a text by the checkpoint's recipe and the options, and print what the user should know.
+    """Return the settings of the scores according to the checkpoint's recipe and the options, and print warnings.
 
     Raises:
         InputError: the recipe's tokenizer is not installed, or `--paper` was not made for the language or the text.

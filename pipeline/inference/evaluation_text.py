@@ -1,4 +1,4 @@
-"""The text that `evaluate` scores: two files, the recipe's test text with its sources apart, or a test set by name."""
+"""The text that `evaluate` scores: two files, the recipe's test text by source, or a test set by name."""
 
 import difflib
 from collections.abc import Sequence
@@ -107,7 +107,7 @@ def require_test_set(name: str) -> None:
 
 
 def text_of_test_set(name: str, source_language: str, target_language: str, prefix: str | None) -> EvaluationText:
-    """Return source and references of a test set.
+    """Return the text of a test set: its sources and references.
 
     Args:
         name: sacreBLEU's name of the test set.
@@ -116,8 +116,8 @@ def text_of_test_set(name: str, source_language: str, target_language: str, pref
         prefix: put before each source sentence.
 
     Raises:
-        InputError: there is no such set, it lacks the pair of languages, or it is neither in sacreBLEU's folder nor
-            can it be downloaded.
+        InputError: there is no such set, it lacks the pair of languages, or it is not in sacreBLEU's folder and cannot
+            be downloaded.
     """
     require_test_set(name)
     pair = f"{language_code(source_language)}-{language_code(target_language)}"
@@ -135,7 +135,7 @@ def text_of_test_set(name: str, source_language: str, target_language: str, pref
 
 
 def _files(name: str, pair: str) -> tuple[Path, list[Path]]:
-    """Return the files of source and references; sacreBLEU downloads them if they are not there."""
+    """Return the files of source and references; sacreBLEU downloads them if they do not exist."""
     data_set = DATASETS[name]
     try:
         source, references = data_set.get_source_file(pair), data_set.get_reference_files(pair)

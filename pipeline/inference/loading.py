@@ -1,4 +1,4 @@
-"""The way from a path to what translates: a checkpoint, a run folder's or a bundle's network on a device."""
+"""Loads a `Translator` from a path: the network of a checkpoint, a run folder or a bundle, on a device."""
 
 import sys
 import warnings
@@ -19,17 +19,17 @@ from pipeline.runtime.memory import limit_onednn_cache
 
 
 def load_translator(path: Path, *, searches: bool = True) -> Translator:
-    """Load what a path stands for, on the GPU if there is one; see `chosen_file` and `load_file`."""
+    """Load the translator that a path stands for, on the GPU if there is one; see `chosen_file` and `load_file`."""
     return load_file(chosen_file(path), searches=searches)
 
 
 def load_file(file: Path, device: str | None = None, *, searches: bool = True) -> Translator:
-    """Load what translates from a file.
+    """Load a translator from a file.
 
     Args:
         file: a checkpoint, or the `model.ts` of a bundle, which is a program.
         device: `cpu`, or a GPU as `cuda:0`; None for the GPU if there is one.
-        searches: whether the network is made faster for searches. On a CPU, it cannot score or align afterwards.
+        searches: whether to optimize the network for searches. On a CPU, it cannot score or align afterwards.
 
     Raises:
         InputError: the model cannot be read.
@@ -61,7 +61,7 @@ def chosen_file(path: Path) -> Path:
         path: a checkpoint, a run folder, or a bundle.
 
     Raises:
-        InputError: there is none.
+        InputError: the path holds no model.
     """
     bundle = bundle_of(path)
     file = resolve_checkpoint(path) if bundle is None else bundle / PROGRAM_FILE
@@ -118,7 +118,7 @@ def load_torchscript(path: Path, device: str = "cpu") -> Any:
         device: device to load to.
 
     Raises:
-        InputError: its card has another format, or it has none.
+        InputError: the file has no card, or a card of another format.
     """
     extra = {CARD_FILE: ""}
     with warnings.catch_warnings():

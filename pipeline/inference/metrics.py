@@ -38,7 +38,7 @@ class Metric(Protocol):
     """A metric whose score for a text is a function of summed sentence statistics.
 
     A higher score is better, unless the class sets `higher_is_better = False`, as in torchmetrics. A class whose
-    `statistics` takes several references of a sentence sets `several_references = True`; others are left out for these.
+    `statistics` takes several references of a sentence sets `several_references = True`; others score one reference.
     """
 
     def signature(self) -> str:
@@ -176,7 +176,7 @@ METRICS = MetricRegistry("run.best_by", bleu=Bleu(), chrf=ChrF(), exact_match=Ex
 """Metrics that `evaluate` and validation compute.
 
 The name is the key in the JSON of `evaluate`; the TensorBoard tag is `validation/<name>`. Every process that computes
-validation scores must register the same metrics. Its BLEU is that of the tokenizer 13a; see `metrics_on`.
+validation scores must register the same metrics. BLEU here uses the tokenizer 13a; for others, see `metrics_on`.
 """
 
 
@@ -191,13 +191,13 @@ def metrics_on(tokenizer: str, requested: Iterable[str] = ()) -> dict[str, Metri
         tokenizer: sacreBLEU's name of BLEU's tokenizer.
         requested: names in `ON_REQUEST`.
     """
-    # One that is registered under such a name takes its place.
+    # A metric that is registered under such a name takes precedence.
     added = {name: ON_REQUEST[name] for name in requested if name in ON_REQUEST and name not in METRICS}
     return {**METRICS, "bleu": Bleu(tokenize=tokenizer), **added}
 
 
 def title(name: str) -> str:
-    """Return the name of a metric, or of what else `run.best_by` may be, as it is printed."""
+    """Return the printed name of a metric, or of the likelihood."""
     names = {"bleu": "BLEU", "chrf": "chrF", "exact_match": "exact match", "ter": "TER", "chrf2++": "chrF2++"}
     return {**names, LIKELIHOOD: "negative log-likelihood"}.get(name, name)
 
@@ -208,7 +208,7 @@ def title_and_score(name: str, score: float) -> str:
 
 
 def mode_of(name: str) -> Literal["max", "min"]:
-    """Return which score of a metric, or of the likelihood, is the best.
+    """Return whether the largest or the smallest score of a metric, or of the likelihood, is the best.
 
     Raises:
         InputError: there is no such metric.
@@ -241,7 +241,7 @@ def score(
     Args:
         hypotheses: translations.
         references: their references.
-        tokenizer: BLEU's.
+        tokenizer: BLEU's tokenizer.
         more: further references of all sentences.
         requested: see `metrics_on`.
     """
@@ -309,7 +309,7 @@ def require_sacremoses() -> ModuleType:
 def require_moses_language(language: str) -> None:
     """Raise InputError if `paper_score` was not made for the language.
 
-    A corpus that does not name its languages has "target", for which Moses' rules are English's.
+    The target language of a corpus that does not name it is "target", for which Moses uses English rules.
     """
     if language_code(language) not in (*MOSES_LANGUAGES, "target"):
         raise InputError(
@@ -347,10 +347,10 @@ def _usable(tokenizer: str, requested: Iterable[str], more: Sequence[list[str]])
 
 
 def _compared(name: str, metric: "Metric | _Mean", this: NDArray[np.number], other: NDArray[np.number]) -> PlainValues:
-    """Return the score of `other`, and how much better `this` is; both are sentences' statistics."""
+    """Return the score of `other`, and the difference of `this` from it; both are sentences' statistics."""
     this_score, other_score = _total_score(metric, this), _total_score(metric, other)
     difference = this_score - other_score
-    # Without this case, equal scores get p = 1 / 1001: no resample of equal texts differs by more than nothing.
+    # Without this case, equal texts would get p = 1 / 1001: none of their resamples differs by more than 0.
     p_value = 1.0
     if difference:
         draws = _draws(len(this))
@@ -392,9 +392,9 @@ def are_characters(lines: list[str]) -> bool:
 
 
 def reference_warnings(references: list[str], hypotheses: list[str]) -> list[str]:
-    """Return warnings about references that look tokenized, or are not written as the model's translations are.
+    """Return warnings about references that look tokenized, or are written otherwise than the model's translations.
 
-    That is in lower case or in another Unicode normal form.
+    Such references are in lower case or in another Unicode normal form.
     """
     messages = []
     ours, theirs = (any(map(is_decomposed, lines)) for lines in (hypotheses, references))
@@ -407,7 +407,7 @@ def reference_warnings(references: list[str], hypotheses: list[str]) -> list[str
     tokenized = sum(bool(_TOKENIZED.search(line)) for line in references)
     if 2 * tokenized > punctuated and not are_characters(references):
         messages.append("look tokenized: scores on them do not compare; give them detokenized")
-    # A model of text that has no capitals, such as phonemes, has none in its translations either.
+    # Translations of a model of text without capitals, such as phonemes, have none either.
     if _looks_lower_cased(references) and not _looks_lower_cased(hypotheses):
         messages.append("look lower-cased: bleu counts case; give them as they were written, or read bleu_lowercase")
     return messages
@@ -439,8 +439,8 @@ def _with_interval(name: str, metric: Metric, hypotheses: list[str], references:
 def _interval(name: str, metric: Metric | _Mean, sentence_statistics: NDArray[np.number]) -> PlainValues:
     """Return the score of sentences and its interval."""
     resampled = sorted(map(float, _resample(metric, sentence_statistics, _draws(len(sentence_statistics)))))
-    # sacreBLEU's interval: the mean plus or minus half the width of the middle 95 %. Near the end of a scale that
-    # leaves the scale, so no further than any resample.
+    # sacreBLEU's interval: the mean plus or minus half the width of the middle 95 %. Near an end of the scale it would
+    # leave the scale, so it is cut at the lowest and the highest resample.
     outside = len(resampled) // 40
     mean, half_width = statistics.mean(resampled), 0.5 * (resampled[-outside - 1] - resampled[outside])
     return {
@@ -453,7 +453,7 @@ def _interval(name: str, metric: Metric | _Mean, sentence_statistics: NDArray[np
 
 
 def _bootstrap_signature(signature: str) -> str:
-    """Insert the bootstrap's settings where sacreBLEU has them: after the number of references."""
+    """Insert the bootstrap's settings after the number of references, as sacreBLEU does."""
     return re.sub(r"^(nrefs:\d+\|)?", rf"\g<1>bs:{RESAMPLES}|seed:{SEED}|", signature, count=1)
 
 

@@ -1,4 +1,4 @@
-"""What a command gives a search: settings in place of the recipe's, sampling, and prefixes of source sentences.
+"""Options of a search: settings in place of the recipe's, sampling, and prefixes of source sentences.
 
 A model of several languages or domains is told which one to write by the first word of the source sentence, its prefix;
 see `data_module.settings.TextSource.prefix`.
@@ -31,7 +31,7 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What is asked of a search, in place of the recipe's settings where it is not None. See `DecodingSettings`.
+    """Options of a search, which replace the recipe's settings unless they are None. See `DecodingSettings`.
 
     Raises InputError for a value that is out of bounds for any model.
     """
@@ -60,7 +60,7 @@ class SearchOptions:
         return cls(arguments.beam, arguments.length_penalty, arguments.stop_rule)
 
     def in_place_of(self, recipe: DecodingSettings) -> DecodingSettings:
-        """Return the recipe's settings with these in place of its own.
+        """Return the recipe's settings, with these options in place of its own.
 
         Raises:
             InputError: more translations of a sentence are asked for than the beam has.
@@ -140,15 +140,15 @@ class Prefixes:
     """The prefixes of a model."""
 
     trained: tuple[str, ...] = ()
-    """Those of its training text, in the order of the recipe."""
+    """Prefixes of its training text, in the order of the recipe."""
     symbols: tuple[str, ...] = ()
     """All words that can be a prefix: the recipe's `corpus.user_symbols`."""
     always: bool = False
-    """Whether all training text had one."""
+    """Whether all training text had a prefix."""
 
     @classmethod
     def of_corpus(cls, corpus: PlainValues) -> "Prefixes":
-        """Return the prefixes of the model of a recipe.
+        """Return the prefixes of a recipe's model.
 
         Args:
             corpus: the section `corpus` of the recipe in a checkpoint.
@@ -166,7 +166,7 @@ class Prefixes:
         raise InputError(f"--prefix {prefix}: is no prefix of this model; {way_out}")
 
     def is_missing(self, sentence: str) -> bool:
-        """Return whether a sentence begins with no prefix, and the model was trained on sentences with one only."""
+        """Return whether a sentence lacks a prefix, and the model was trained only on sentences with one."""
         return self.always and not is_blank(sentence) and sentence.split(maxsplit=1)[0] not in self.trained
 
     @property

@@ -1,4 +1,4 @@
-"""What a model reads of a text: its pieces, and which of them training never had."""
+"""What a model reads of a text: its pieces, and which of them training never saw."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -18,15 +18,15 @@ SPACED_SYMBOLS = (
 )
 _NUM_EXAMPLES = 2
 _SHOWN_PIECES = 50
-"""A sentence of the examples is shown up to this piece."""
+"""Number of pieces that are shown of an example sentence."""
 
 
 def encode_sources(
     tokenizer: Tokenizer, sentences: list[str], longest: int | None = None, prefixes: Prefixes | None = None
 ) -> tuple[list[list[int]], list[Defects]]:
-    """Return each sentence's ids with the end symbol, cut to `longest` tokens, and what is not read of it as it is.
+    """Return each sentence's ids with the end symbol, cut to `longest` tokens, and its defects.
 
-    `prefixes` are the model's for source sentences, None for targets.
+    `prefixes` are the model's prefixes for source sentences; None for target sentences.
     """
     kept, rows, defects = None if longest is None else longest - 1, [], []
     never_seen = tokenizer.never_seen(is_target=prefixes is None)
@@ -45,12 +45,12 @@ def encode_target_prefixes(tokenizer: Tokenizer, prefixes: list[str], first: int
     """Return the ids of each target prefix.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         prefixes: the text that each translation begins with; empty for any.
         first: number of the first line, for the message.
 
     Raises:
-        InputError: one has a character that the vocabulary lacks.
+        InputError: a prefix has a character that the vocabulary lacks.
     """
     rows = [ids.tolist() for ids in tokenizer.target.encode(prefixes)]
     for number, (prefix, ids) in enumerate(zip(prefixes, rows, strict=True), first):
@@ -61,7 +61,7 @@ def encode_target_prefixes(tokenizer: Tokenizer, prefixes: list[str], first: int
 
 
 def _first_strange(tokenizer: Tokenizer, sentence: str, ids: list[int], never_seen: frozenset[int]) -> tuple[str, str]:
-    """Return the first piece that the vocabulary lacks and the first other one of `never_seen`, "" for none."""
+    """Return the first piece that the vocabulary lacks, and the first other piece of `never_seen`; "" for none."""
     spelt = list(zip(ids, tokenizer.spell(sentence), strict=False))
     unk_id = tokenizer.unk_id
     unknown = next((piece for number, piece in spelt if number == unk_id), "")
@@ -69,7 +69,7 @@ def _first_strange(tokenizer: Tokenizer, sentence: str, ids: list[int], never_se
 
 
 def corpus_report(settings: CorpusSettings, initial: Tokenizer | None) -> Iterator[tuple[str, bool]]:
-    """Yield the lines of `piece_report` about a corpus that is prepared.
+    """Yield the lines of `piece_report` about a prepared corpus.
 
     Args:
         settings: the recipe's `corpus:` section.
@@ -80,10 +80,10 @@ def corpus_report(settings: CorpusSettings, initial: Tokenizer | None) -> Iterat
 
 
 def piece_report(settings: CorpusSettings, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
-    """Yield lines on what a model reads of a corpus's texts, and for each whether it names a likely mistake.
+    """Yield lines about the pieces of a corpus's texts, and for each line whether it names a likely mistake.
 
     The first training pairs are shown as pieces. Lines of the validation and test text with pieces that training never
-    had are counted.
+    saw are counted.
 
     Args:
         settings: the recipe's `corpus:` section.

@@ -1,4 +1,4 @@
-"""Work that is done by a process for each of several devices. No process is left, however this one ends."""
+"""Runs a process on each of several devices. No process is left, however this one ends."""
 
 import multiprocessing
 import signal
@@ -17,7 +17,7 @@ from data_module.worker_processes import ignore_signals, num_processors, signals
 from pipeline.runtime.console import user_message
 
 Work = Callable[[str, int], None]
-"""What a process does, of a device (`cpu`, or a GPU as `cuda:0`) and the process's number from 0."""
+"""The work of a process: takes a device (`cpu`, or a GPU as `cuda:0`) and the process's number from 0."""
 
 
 class WorkerError(Exception):
@@ -28,7 +28,7 @@ def choose_devices(count: int) -> list[str]:
     """Return the device of each of `count` processes: GPUs, or the CPU for each where there is no GPU.
 
     Raises:
-        InputError: there are not that many, or `count` is below 1.
+        InputError: there are fewer devices than `count`, or `count` is below 1.
     """
     if torch.cuda.is_available():
         available, units = torch.cuda.device_count(), "GPUs"
@@ -47,12 +47,12 @@ def run_on_devices(work: Work, devices: list[str]) -> None:
         InputError: a process has found a mistake of the user.
         WorkerError: a process was killed, ran out of memory, or has failed otherwise.
     """
-    # A device's share of the processors, but no more than one process would use, such as OMP_NUM_THREADS.
+    # A device's share of the processors, but no more threads than this process, such as OMP_NUM_THREADS.
     num_threads = max(1, min(torch.get_num_threads(), num_processors() // len(devices)))
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
     answers: dict[Any, tuple[BaseProcess, Connection]] = {}
-    # Its start would unblock signals.
+    # Started now, because its start would unblock signals below.
     resource_tracker.ensure_running()
     try:
         with signals_blocked():
@@ -64,7 +64,7 @@ def run_on_devices(work: Work, devices: list[str]) -> None:
                 processes.append(context.Process(target=_run, args=job, name=name, daemon=True))
                 processes[-1].start()
                 answers[processes[-1].sentinel] = processes[-1], ours
-                # Else the pipe would not end with the process.
+                # Otherwise the pipe would stay open when the process ends.
                 theirs.close()
         while answers:
             for sentinel in wait(list(answers)):
@@ -76,15 +76,15 @@ def run_on_devices(work: Work, devices: list[str]) -> None:
 
 
 def _run(work: Work, device: str, number: int, num_threads: int, answer: Connection) -> None:
-    """Do the work in a process of its own, and send what the user can do something about."""
-    # The other process decides what Ctrl-C does. If it ends, in whatever way, this one does too.
+    """Do the work in a process of its own, and send errors that the user can act on."""
+    # The parent process handles Ctrl-C. If it ends, in whatever way, this process ends too.
     ignore_signals(number)
-    # By default tqdm shares a lock with other processes, which a process that is killed leaves behind.
+    # By default tqdm shares a lock among processes, which stays locked if its owner is killed.
     tqdm.set_lock(threading.RLock())
     torch.set_num_threads(num_threads)
     try:
         if device != "cpu":
-            # Otherwise PyTorch takes memory of the first GPU too.
+            # Otherwise PyTorch would allocate memory on the first GPU too.
             torch.cuda.set_device(torch.device(device))
         work(device, number)
     except Exception as error:
@@ -97,7 +97,7 @@ def _run(work: Work, device: str, number: int, num_threads: int, answer: Connect
 
 
 def _raise_failure(process: BaseProcess, answer: Connection) -> None:
-    """Raise what has gone wrong in a process that has ended, if anything has."""
+    """Raise the error of a process that has ended, if it failed."""
     process.join()
     try:
         error = answer.recv()
@@ -117,6 +117,6 @@ def _raise_failure(process: BaseProcess, answer: Connection) -> None:
 
 def lacking_memory(error: Exception) -> str | None:
     """Return the message of an out-of-memory error in one line; None for another error."""
-    # PyTorch has a class of its own for GPUs only.
+    # PyTorch has a class for this error only on GPUs.
     is_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     return " ".join(str(error).split())[:200] if is_of_memory or "can't allocate memory" in str(error) else None

@@ -49,7 +49,7 @@ def score_pieces(
         network: maps source ids [B, S], target ids [B, T] with the begin symbol, and a mask [B, S] that is False at
             padding, None without padding, to states [B, T, D].
         log_softmax: maps states [L, D] to log-probabilities of the next tokens [L, vocabulary].
-        tokenizer: has the symbols that sentences begin with and are padded with.
+        tokenizer: has the begin and the padding symbol.
         sources: ids, each with the end symbol.
         targets: ids, each with the end symbol, and not longer than the network's learned positions.
         device: the network's device.
@@ -71,7 +71,7 @@ def score_pieces(
 def _batches(
     tokenizer: Tokenizer, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], device: torch.device | str
 ) -> Iterator[tuple[list[int], Tensor, Tensor | None, Tensor]]:
-    """Yield the pairs' indices, source [B, S], its mask unless nothing is padded, and target with the begin symbol."""
+    """Yield indices of pairs, source [B, S], its mask (None without padding), and target with the begin symbol."""
     lengths = [max(len(source), len(target)) for source, target in zip(sources, targets, strict=True)]
     for batch in length_batches(lengths, _BATCH_TOKENS):
         source, mask = padded([sources[index] for index in batch], tokenizer.pad_id)
@@ -87,11 +87,11 @@ def piece_scores(
     target_ids: Sequence[Sequence[int]],
     finished: Callable[[int], object] = lambda count: None,
 ) -> list[list[float]]:
-    """Return the log-probability of each target piece; none of an empty pair, for which the search does not run.
+    """Return the log-probability of each target piece; none for a pair of empty sentences.
 
     Args:
         translator: has the tokenizer and the device.
-        network: for padded batches, a `PaddedTransformer` or that of an exported `BeamSearch`.
+        network: a `PaddedTransformer`, or the one in an exported `BeamSearch`.
         source_ids: see `score_pieces`, like the following arguments.
         target_ids: likewise.
         finished: likewise.
@@ -111,7 +111,7 @@ def piece_scores(
 
 
 def as_hypotheses(texts: Sequence[str], scores: Sequence[list[float]], length_penalty: float) -> list[Hypothesis]:
-    """Return each text with its score as `translate` computes it, from the log-probabilities of its pieces."""
+    """Return each text with its score, computed from the log-probabilities of its pieces as `translate` does."""
     penalties = penalty(torch.tensor([len(pieces) for pieces in scores]), length_penalty).tolist()
     return [
         Hypothesis(text, math.fsum(pieces) / divisor, math.fsum(pieces), len(pieces)) if pieces else EMPTY
@@ -170,7 +170,7 @@ def align_words(
 
 def _words(pieces: Sequence[str], text: str, tokenizer: Tokenizer) -> list[int]:
     """Return the number of the word of `text` that each piece belongs to."""
-    # To a tokenizer a tab, for instance, is a space as well: a word of the text may be several of its words, or none.
+    # A tokenizer also reads a tab, for instance, as a space: a word of the text may be several of its words, or none.
     spelled = tokenizer.normalize([normalize_white_space(word) for word in text.split(" ") if word])
     numbers = [number for number, word in enumerate(spelled) for part in word.split(SPACE_MARK) if part]
     words, place = [], -1
@@ -193,10 +193,10 @@ def dual_cross_entropy(forward: Hypothesis, reverse: Hypothesis) -> float:
 
 
 class Scorer:
-    """Scores windows of pairs with one model, and counts the lines that it does not read as they are."""
+    """Scores windows of pairs with one model, and counts the lines with defects."""
 
     def __init__(self, translator: Translator) -> None:
-        """`translator` has a network that is no `CompiledSearch`."""
+        """The search of `translator` holds a network, so it is no `CompiledSearch`."""
         self._translator, self._network = translator, translator.search.network
         self._warnings = SentenceWarnings(translator.prefixes, translator.max_source_tokens, translator.name)
 

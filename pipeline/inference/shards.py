@@ -1,8 +1,8 @@
 """A large text, translated by any number of processes of any number of machines that share a folder.
 
-The text is divided into shards of lines. A process locks a shard, translates it, and writes it whole or not at all; the
-lock ends with the process, so another takes the shard if the process has died. The first process to see that all shards
-are there joins them. Until then they are in a folder beside the output, with a manifest of what they were made from.
+The text is divided into shards of lines. A process locks a shard, translates it, and writes it whole or not at all. The
+lock ends with the process, so that another process takes the shard of one that has died. The first process to find all
+shards complete joins them. Until then they are in a folder beside the output, with a manifest of what they depend on.
 """
 
 import glob
@@ -35,15 +35,15 @@ class Task:
     """A text to translate, as all of its processes see it."""
 
     source: Path
-    """The text."""
+    """The file of the text."""
     output: Path
     """The file of all translations."""
     shard_lines: int
-    """Number of lines of a shard: a multiple of `CHUNK`, so that lines are translated together as by one process."""
+    """Number of lines of a shard: a multiple of `CHUNK`, so that the same lines are batched as by one process."""
     options: PlainValues
     """Options that the translations depend on; with `n_best`, a line may have several translations."""
     num_processes: int = 1
-    """Processes of this command; other commands may have more."""
+    """Number of processes of this command; other commands may work on the same task."""
     is_private: bool = False
     """Whether both files are temporary ones of this command, which messages do not name."""
 
@@ -55,13 +55,13 @@ class Shards:
         """Write the manifest, or compare it with that of an earlier process.
 
         Args:
-            task: the text.
-            model: the file that holds the model.
+            task: the text to translate.
+            model: the file of the model.
             number: number of this process in its command, from 0.
 
         Raises:
-            InputError: the text cannot be read twice, the shards that are there belong to another text, model or
-                options, or the file at `output` is the text or no translation of as many lines.
+            InputError: the text cannot be read twice, existing shards belong to another text, model or options, or the
+                file at `output` is the text itself or has another number of lines.
         """
         source, self._size = task.source, task.shard_lines
         if self._size < 1 or self._size % CHUNK:
@@ -106,10 +106,10 @@ class Shards:
             self._require_lines(self._output, self._num_lines, "or give another --output")
 
     def runs(self) -> Iterator[tuple[int, Iterator[str]]]:
-        """Yield lines of this process's shards, and the number of the first, until the output is there.
+        """Yield lines of this process's shards, and the number of the first, until the output exists.
 
-        Each time these are as many shards in succession as no other process has taken. All of them must have been
-        handed to `write` before the next are asked for.
+        Each item has consecutive shards, up to one that another process has taken. Pass the translations of all its
+        lines to `write` before taking the next item.
 
         Raises:
             InputError: the text has changed, or a shard has another number of lines than its part of the text.
@@ -137,7 +137,7 @@ class Shards:
             self._say(f"has the translations of all {self._num_lines:,} lines")
 
     def _order(self) -> list[int]:
-        """Return the shards in the order in which this process looks for one to take.
+        """Return the shards in the order in which this process tries to take them.
 
         Processes and tasks of a job array begin at different places, so that each has many shards in succession.
         """
@@ -154,7 +154,7 @@ class Shards:
             print(f"{name}{message}", file=sys.stderr, flush=True)
 
     def write(self, number: int, text: str) -> None:
-        """Add what belongs to a line of the source; at the end of a shard, write that.
+        """Add the translations of a line of the source; after the last line of a shard, write the shard.
 
         Args:
             number: the line's number.
@@ -172,7 +172,7 @@ class Shards:
         self._report()
 
     def _report(self) -> None:
-        """Print one line about the shards of all processes, unless the last one was printed a moment ago."""
+        """Print one line about the shards of all processes, at most every `_REPORT_SECONDS`."""
         now = time.monotonic()
         if now - self._reported < _REPORT_SECONDS:
             return
@@ -183,7 +183,7 @@ class Shards:
         self._say(f"{share}, {rate:,.0f} lines/s, time left {left}")
 
     def _take(self, shard: int) -> bool:
-        """Lock a shard, unless another process has it or it is done; return whether that was possible."""
+        """Lock a shard, unless another process holds it or it is done; return whether it is locked."""
         path = self._folder / self._names[shard]
         lock = FileLock(path.with_suffix(".lock"))
         if not lock.take():
@@ -200,7 +200,7 @@ class Shards:
         self._locks.pop(shard).close()
 
     def _lines(self, stream: Iterable[bytes], shard: int) -> Iterator[bytes]:
-        """Yield the lines of a shard that this process has taken, and of those behind it that it can take."""
+        """Yield the lines of a shard that this process has taken, and of the shards after it that it can take."""
         lines = iter(stream)
         deque(islice(lines, shard * self._size), maxlen=0)
         while True:
@@ -228,7 +228,7 @@ class Shards:
                     file.write(path.read_bytes())
 
     def _require_lines(self, path: Path, expected: int, way_out: str) -> None:
-        """Raise InputError if a file has not the translations of as many lines."""
+        """Raise InputError if a file does not have the translations of `expected` lines."""
         with path.open("rb") as lines:
             if self._task.options["n_best"] is None:
                 found = sum(1 for _ in lines)
@@ -245,6 +245,6 @@ class Shards:
         return {entry.name for entry in self._folder.iterdir()}
 
     def _num_done(self) -> int:
-        """Return the number of lines of the shards that are there."""
+        """Return the number of lines of the shards that are done."""
         done = self._entries()
         return sum(self._num_lines_of(shard) for shard, name in enumerate(self._names) if name in done)

@@ -50,12 +50,12 @@ def progress_bar(
 
 
 def show_token_rate(bar: "tqdm[NoReturn]", num_tokens: int) -> None:
-    """Put the mean number of tokens a second since the bar was created behind it, the next time it is drawn."""
+    """Show the mean number of tokens per second since the bar was created, the next time the bar is drawn."""
     bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):,.0f} tokens/s", refresh=False)
 
 
 class Defects(NamedTuple):
-    """In what ways a model does not read a sentence as it is written."""
+    """Ways in which a model does not read a sentence as it is written."""
 
     is_cut: bool = False
     """It is longer than the network reads."""
@@ -99,7 +99,7 @@ class SentenceWarnings:
                 warning.add(number, defect if isinstance(defect, str) else "")
 
     def texts(self, unit: str) -> list[str]:
-        """Return a text for each defect that there is; see `LineWarning.text`."""
+        """Return a text for each defect that occurred; see `LineWarning.text`."""
         return [text for warning in self._warnings if (text := warning.text(unit))]
 
     def print(self) -> None:
@@ -123,7 +123,7 @@ def count_lines(path: Path) -> int | None:
 
 
 def require_target_prefixes(path: Path, num_lines: int | None, name: str) -> None:
-    """Raise InputError if a file of target prefixes has not a line for each line of a text.
+    """Raise InputError if a file of target prefixes does not have a line for each line of a text.
 
     Args:
         path: the file.
@@ -143,7 +143,7 @@ def require_target_prefixes(path: Path, num_lines: int | None, name: str) -> Non
 def sentences(stream: Iterable[bytes], name: str = "", first: int = 1, *, warn: bool = True) -> Iterator[str]:
     """Yield lines as text. Only a line feed ends a line. Invalid UTF-8 is replaced, with one warning at the end.
 
-    Stray marks (see `StrayMarks`) stay, and are noted at the end.
+    Stray marks (see `StrayMarks`) are kept, and reported at the end.
 
     Args:
         stream: the lines.
@@ -195,7 +195,7 @@ def read_numbers(path: Path) -> list[float]:
 
 
 def require_as_many(path: Path, numbers: Sized, num_sentences: int) -> None:
-    """Raise InputError if a file has not a number for each sentence."""
+    """Raise InputError if a file does not have a number for each sentence."""
     if len(numbers) != num_sentences:
         raise InputError(f"{path}: has {len(numbers)} scores for {num_sentences} sentences; give one a sentence")
 
@@ -277,8 +277,8 @@ def _lists(lines: Iterable[str], path: Path) -> Iterator[list[str]]:
 
 
 def output_file(path: Path) -> AbstractContextManager[IO[bytes]]:
-    """Open a file that is written as a whole, and where that cannot be, as for a pipe, in place."""
-    # Before links are resolved: what /dev/fd has for a pipe is a link to no file.
+    """Open a file that is written as a whole, or in place if that is not possible, as for a pipe."""
+    # Tested before links are resolved: for a pipe, /dev/fd has a link whose target is no file.
     if (path.exists() and not path.is_file()) or replace_error(path.resolve()):
         return _in_place(path)
     return atomic_file(path.resolve())
@@ -291,7 +291,7 @@ def _in_place(path: Path) -> Iterator[IO[bytes]]:
 
 
 def require_writable(output: Path | None, *inputs: Path | None, option: str = "--output") -> None:
-    """Check that a file can be written, before what it is for is computed.
+    """Check that a file can be written, before its contents are computed.
 
     Raises:
         InputError: the file cannot be written, or is one of the inputs.
@@ -299,7 +299,7 @@ def require_writable(output: Path | None, *inputs: Path | None, option: str = "-
     if output and any(path and path.is_file() and output.exists() and path.samefile(output) for path in inputs):
         raise InputError(f"{output}: is the text to score, and would be overwritten; give another {option}")
     if output and not output.parent.is_dir():
-        raise InputError(f"{output}: its folder is not there; make it or give another {option}")
+        raise InputError(f"{output}: its folder does not exist; create it or give another {option}")
     if output and output.is_dir():
         raise InputError(f"{output}: is a folder; give a file as {option}")
     if output and not os.access(output if output.exists() else output.parent, os.W_OK):

@@ -71,11 +71,11 @@ def check_reverse(forward: Translator, reverse: Translator, compares_tokens: boo
     """Check the model of `--reverse`.
 
     Raises:
-        InputError: it is of the same direction, or has another vocabulary and `compares_tokens`.
+        InputError: it translates in the same direction, or `compares_tokens` and it has another vocabulary.
     """
     languages, others = ([model.recipe["corpus"][f"{side}_language"] for side in ("source", "target")]
                          for model in (forward, reverse))  # fmt: skip
-    # Recipes that do not name their languages all have the same two.
+    # Recipes that do not name their languages all have the same two names.
     if languages == others != [CorpusSettings.source_language, CorpusSettings.target_language]:
         source, target = languages
         raise InputError(
@@ -96,8 +96,8 @@ def score_windows(
 
     Args:
         pairs: the pairs.
-        models: the model, and that of the other direction if there is one.
-        prefix: put before each source sentence for the first model. Alignments do not count it.
+        models: the model, and one of the opposite direction if there is one.
+        prefix: put before each source sentence for the first model; words of alignments are counted without it.
         aligned: whether to align words.
         total: number of pairs, if it is known.
     """
@@ -128,7 +128,7 @@ def unknown_symbols(models: list[Translator]) -> list[set[str]]:
     A network may write such a symbol by chance when it samples.
 
     Args:
-        models: the model, and that of the other direction if there is one.
+        models: the model, and one of the opposite direction if there is one.
     """
     found: list[set[str]] = [set(), set()]
     for side, symbols in enumerate(found):
@@ -140,7 +140,7 @@ def unknown_symbols(models: list[Translator]) -> list[set[str]]:
 
 
 def _cost(scored: ScoredPair, strange: list[set[str]]) -> float:
-    """Return what makes a pair bad: the dual cross-entropy, or that of one direction; infinity if it is unusable."""
+    """Return the cost of a pair: the dual cross-entropy, or that of one direction; infinity if it is unusable."""
     for text, symbols in zip((scored.pair.source, scored.pair.target), strange, strict=True):
         if is_blank(text) or any(symbol in text for symbol in symbols):
             return math.inf

@@ -23,7 +23,7 @@ from pipeline.inference.text_io import CHUNK, SentenceWarnings, count_lines, req
 from pipeline.inference.translator import Translator
 
 _NOT_IN_TRANSLATIONS = {"checkpoint", "source", "output", "shard_lines", "devices", "overrides", "target_prefixes"}
-"""Arguments that decide no translation, or whose contents are compared by themselves."""
+"""Arguments that do not change translations, or whose files are compared by their contents."""
 
 
 def translate_text(arguments: argparse.Namespace, options: SearchOptions, stream: BufferedReader) -> int:
@@ -31,12 +31,12 @@ def translate_text(arguments: argparse.Namespace, options: SearchOptions, stream
 
     Args:
         arguments: those of `translate`.
-        options: what is asked of the search.
+        options: options of the search.
         stream: the text.
     """
     try:
         devices = choose_devices(arguments.devices)
-        # Once for all processes, because a run that goes on puts another checkpoint in place of this one.
+        # Chosen once for all processes, because a training run may write a newer checkpoint meanwhile.
         arguments.checkpoint = chosen_file(arguments.checkpoint)
         if arguments.output is not None:
             stream.close()  # The file is opened again for each run of shards.
@@ -71,7 +71,7 @@ def _print_translations(
 
 
 def _task(arguments: argparse.Namespace, num_processes: int) -> Task:
-    """Return what is translated to `--output`."""
+    """Return the task of translating `--source` to `--output`."""
     compared = {name: value for name, value in vars(arguments).items() if name not in _NOT_IN_TRANSLATIONS}
     if path := arguments.target_prefixes:
         compared["target_prefixes"] = fingerprint(str(path), path)["sha256"]
@@ -90,7 +90,7 @@ def _write_shards(arguments: argparse.Namespace, options: SearchOptions, task: T
 def _translate_shards(
     arguments: argparse.Namespace, options: SearchOptions, task: Task, device: str, number: int
 ) -> None:
-    """Translate as many shards as other processes leave to this one, until all are there."""
+    """Translate the shards that other processes leave to this one, until all are done."""
     translator = _load(arguments, options, device)
     shards = Shards(task, Path(translator.name), number)
     for line, text in _translated(arguments, options, translator, shards.runs()):
@@ -101,7 +101,7 @@ def _print_shards(
     arguments: argparse.Namespace, options: SearchOptions, stream: BufferedReader, devices: list[str]
 ) -> None:
     """Translate to a file in a private folder, and print it once it is complete."""
-    # The folder is removed also if the command is terminated, as by a job's time limit.
+    # Remove the folder even if the command is terminated, as by a job's time limit.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with TemporaryDirectory(prefix="translation-") as name:
         folder = Path(name)
@@ -111,7 +111,7 @@ def _print_shards(
         if arguments.target_prefixes:
             require_target_prefixes(arguments.target_prefixes, count_lines(source), "the text")
         size = 3 * source.stat().st_size / 1e6  # with its translations, in shards and joined
-        print(f"{folder}: takes about {size:,.1f} MB until all translations are there", file=sys.stderr)
+        print(f"{folder}: takes about {size:,.1f} MB until all translations are done", file=sys.stderr)
         task = replace(_task(arguments, len(devices)), source=source, output=folder / "output", shard_lines=CHUNK)
         _write_shards(arguments, options, replace(task, is_private=True), devices)
         with task.output.open("rb") as output:
@@ -120,7 +120,7 @@ def _print_shards(
 
 
 def _load(arguments: argparse.Namespace, options: SearchOptions, device: str | None = None) -> Translator:
-    """Load the model, and check what is asked of it."""
+    """Load the model, and check that it supports the options."""
     translator = load_file(arguments.checkpoint, device)
     options.in_place_of(translator.settings)
     translator.prefixes.check(arguments.prefix)
@@ -137,10 +137,10 @@ def _translated(
     total: int | None = None,
     show: bool = False,
 ) -> Iterator[tuple[int, str]]:
-    """Yield the number of each line, and what is printed for it.
+    """Yield the number of each line, and the text to print for it.
 
     Args:
-        runs: lines in succession, with the number of the first.
+        runs: consecutive lines, with the number of the first.
         chunk: see `Translator.translate_lines`, like the following arguments.
         total: likewise.
         show: likewise.
@@ -163,7 +163,7 @@ def _translated(
 
 
 def _target_prefixes(arguments: argparse.Namespace, first: int) -> Iterator[str] | None:
-    """Return what translations begin with, from that of line `first` on; None if they may begin with anything."""
+    """Return the target prefixes from line `first` on; None if translations may begin with anything."""
     if arguments.target_prefix is not None:
         return repeat(arguments.target_prefix)
     return _prefixes_of_lines(arguments.target_prefixes, first) if arguments.target_prefixes else None

@@ -71,9 +71,9 @@ class Translation(NamedTuple):
     hypotheses: list[Hypothesis]
     """The n best hypotheses, best first; fewer if the search found fewer."""
     defects: Defects = Defects()
-    """What was not read of the sentence as it is written."""
+    """Ways in which the sentence was not read as it is written."""
     ids: tuple[int, ...] = ()
-    """Of the pieces of the best hypothesis, as the search has written them, with the end symbol."""
+    """Ids of the pieces of the best hypothesis, as the search chose them, with the end symbol."""
 
     @property
     def text(self) -> str:
@@ -87,9 +87,9 @@ class Translation(NamedTuple):
 
 
 SEARCHED = 2048
-"""Maximum number of sentences that a compiled search is given, of which each thread decodes a few at a time."""
+"""Maximum number of sentences in a call of a compiled search, of which each thread decodes a few at a time."""
 LONGEST = 1024
-"""Source tokens that the commands keep of a sentence; the time of attention grows with the square of the length."""
+"""Limit on source tokens in the commands; the time of attention grows with the square of the length."""
 EMPTY = Hypothesis("", 0.0, 0.0, 0)
 
 
@@ -118,7 +118,7 @@ class Translator:
                 sentence is decoded alone. There are at most `batch_tokens / SHORTEST` sentences at the same time.
             max_source_tokens: longer sentences are cut to this many tokens, including the end symbol; None for the
                 network's limit.
-            device: device to search on; None for the network's. A `CompiledSearch` is on the CPU.
+            device: device to search on; None for the device of the network. A `CompiledSearch` is on the CPU.
             name: name in reports.
             recipe: the recipe that the network was trained with, if it is known; it names the prefixes.
 
@@ -159,8 +159,8 @@ class Translator:
 
         Args:
             sentences: source sentences.
-            options: what is asked of the search.
-            first: number of the first sentence in its text, which samples depend on.
+            options: options of the search.
+            first: number of the first sentence in its text, on which samples depend.
             target_prefixes: for each sentence, the text that its translation begins with; None if there are none.
             finished: called with a number of sentences whenever some have been translated.
 
@@ -211,7 +211,7 @@ class Translator:
         """Translate lines in order, `chunk` lines at a time.
 
         Args:
-            lines: source lines. An error of theirs is raised after the translations of the chunks before it.
+            lines: source lines. An error of this iterator is raised after the translations of the chunks before it.
             chunk: number of lines translated together.
             options: see `translate`.
             first: likewise.

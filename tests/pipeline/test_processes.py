@@ -96,7 +96,7 @@ def test_output_and_warnings_are_those_of_one_process(trained_run: Path, tmp_pat
         assert one.returncode == two.returncode == 0, two.stderr
         assert one.stdout == two.stdout
         said = two.stderr.decode().splitlines()
-        assert re.search(r"/private/translation-\w+: takes about 0.\d MB until all translations are there", said[1])
+        assert re.search(r"/private/translation-\w+: takes about 0.\d MB until all translations are done", said[1])
         assert [said[0], *said[2:]] == one.stderr.decode().splitlines()
         assert len(said) == 5
     assert not list((tmp_path / "private").iterdir())
