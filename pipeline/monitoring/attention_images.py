@@ -1,4 +1,4 @@
-"""Images of attention and of position encodings. Whoever imports this module imports matplotlib.
+"""Images of attention and of position encodings. Importing this module imports matplotlib.
 
 Figures are drawn with the Agg canvas, without pyplot: threads may draw at the same time, and no display is needed.
 """
@@ -20,12 +20,12 @@ from PIL import Image
 
 PANELS_PER_LINE = 4
 CELL_SIZE = 15
-"""Pixels of a weight."""
+"""Width and height of a weight in pixels."""
 _DPI, _MARGIN, _GAP, _CAPTION = 100, 200, 24, 110
-"""Pixels an inch, for the longest label, between panels, and for the line below a panel."""
+"""Pixels per inch, for the longest label, between panels, and for the caption of a panel."""
 _MAX_LABEL_CHARACTERS = 14
 _MAX_NAMED = 4
-"""Characters without a font are named up to this number."""
+"""Number of characters without a font that are named."""
 _PALETTE = [level * (255 - dark) // 15 + dark for level in range(16) for dark in (8, 48, 120)]
 """Blue to white. With 16 colors, a pixel takes four bits."""
 _FONT = "DejaVu Sans"
@@ -48,15 +48,15 @@ class Labels(NamedTuple):
     by_axis: dict[str, list[str]]
     """For "source", "next" and "previous", the names in `AXES`."""
     note: str
-    """One line about pieces that are numbered because no font can write them; empty if there are none."""
+    """One line about pieces that are numbered because no font can draw them; empty if all can be drawn."""
     families: list[str]
     """Families of fonts that together have glyphs for all labels."""
 
 
 def axis_labels(source: list[str], target: list[str], bos: str, eos: str) -> Labels:
-    """Return the labels of a pair's pieces, to which the begin and end symbols are added.
+    """Return the labels of a pair's pieces, with the begin and end symbols.
 
-    A side with a character that no font has a glyph for gets the numbers of its pieces, from 1.
+    If no font has a glyph for a character of a side, the pieces of that side are numbered from 1.
     """
     shown = {"source": source, "target": target}
     family_of = _families(set("".join([*source, *target])))
@@ -71,7 +71,7 @@ def axis_labels(source: list[str], target: list[str], bos: str, eos: str) -> Lab
         characters = sorted(set.union(*lacking.values()))
         named = " ".join(f"U+{ord(character):04X}" for character in characters[:_MAX_NAMED])
         more = f" and {len(characters) - _MAX_NAMED} more" if len(characters) > _MAX_NAMED else ""
-        note = f"{' and '.join(sides)} pieces are numbered: no font has signs for {named}{more}"
+        note = f"{' and '.join(sides)} pieces are numbered: no font has glyphs for {named}{more}"
     by_axis = {
         "source": [*shown["source"], eos],
         "next": [*shown["target"], eos],
@@ -97,7 +97,7 @@ def draw_attention(
         labels: what `axis_labels` returned.
         layers: layers to draw, counted from 0; at least one.
         heads: heads to draw, counted from 0; at least one.
-        subject: what the title says after the kind.
+        subject: text of the title after the kind.
     """
     description, rows, columns = AXES[kind]
     title = f"{kind} attention{subject}\n{description}" + (f"\n{labels.note}" if labels.note else "")
@@ -152,10 +152,10 @@ def _families(characters: set[str]) -> dict[str, str | None]:
             continue
         with suppress(OSError, RuntimeError):  # a font that is gone or damaged
             glyphs = FT2Font(font.fname, face_index=font.index)
-            # Other fonts have signs of their own in place of control characters and for private use.
+            # Other fonts have glyphs of their own for control characters and for private use.
             drawn = {character for character in missing if character.isprintable() or font.name == _FONT}
             drawn = {character for character in drawn if glyphs.get_char_index(ord(character))}
-            # The bold or narrow fonts of a family may have more glyphs than the one that is drawn with.
+            # A bold or narrow font of a family may have more glyphs than the font that matplotlib draws with.
             drawn_with = fontManager.findfont(FontProperties(family=[font.name])) if drawn else ""
             if drawn and Path(drawn_with) == Path(font.fname).resolve():
                 _family_of.update(dict.fromkeys(drawn, font.name))
@@ -165,7 +165,7 @@ def _families(characters: set[str]) -> dict[str, str | None]:
 
 
 def _draw_labels(rows: list[str], columns: list[str], families: list[str]) -> NDArray[np.uint8]:
-    """Return the gray values of labels around a matrix. They are drawn once, as text takes most of an image's time."""
+    """Return the gray values of labels around a matrix. They are drawn only once, because drawing text is slow."""
     width, height = CELL_SIZE * len(columns), CELL_SIZE * len(rows)
     figure = _figure(height + _MARGIN, _MARGIN + width)
     style = _TEXT | {"family": families}
@@ -183,7 +183,7 @@ def _draw_labels(rows: list[str], columns: list[str], families: list[str]) -> ND
 
 def _figure(height: int, width: int) -> Figure:
     """Return an empty figure of this size in pixels."""
-    # The canvas cuts fractions off, also those of rounding.
+    # The canvas rounds sizes down: half a pixel makes up for rounding errors.
     return Figure(((width + 0.5) / _DPI, (height + 0.5) / _DPI), dpi=_DPI, facecolor="white")
 
 

@@ -32,7 +32,7 @@ class AttentionPlots(Callback):
     Must come after `samples`, which collects the translations, and before `EMA`, which restores the weights.
 
     Args:
-        settings: which sentences, layers and heads are drawn; `check_training` has compared the latter to the network.
+        settings: which sentences, layers and heads are drawn; `check_training` has checked that layers and heads exist.
         samples: has the translations of the validation.
         sources: the validation's source sentences.
         tokenizer: splits the sentences into pieces.
@@ -53,7 +53,7 @@ class AttentionPlots(Callback):
         self._sources = [ids.tolist() for ids in tokenizer.encode(sources)]
         self._pairs = self._default_pairs() if settings.attention_sentences is None else settings.attention_sentences
         depths = {"encoder": network.encoder_layers, "decoder": network.decoder_layers, "cross": network.decoder_layers}
-        # With other depths of encoder and decoder, a given layer may be in one of them only.
+        # If encoder and decoder differ in depth, a given layer may exist in only one of them.
         self._layers = {
             kind: [layer for layer in settings.attention_layers or sorted({0, depth - 1}) if layer < depth]
             for kind, depth in depths.items()
@@ -155,6 +155,6 @@ def _most_frequent(corpus: ParallelCorpus, vocabulary_size: int, count: int) -> 
     """Return the ids of the most frequent pieces and how often they occur at the start of the corpus."""
     occurrences = np.bincount(corpus.source.tokens[:_MAX_COUNTED_TOKENS], minlength=vocabulary_size)
     occurrences += np.bincount(corpus.target.tokens[:_MAX_COUNTED_TOKENS], minlength=vocabulary_size)
-    occurrences[:NUM_SPECIAL_IDS] = -1  # the last ones of the order, which `count` never reaches
+    occurrences[:NUM_SPECIAL_IDS] = -1  # sorted last, so that they are never among the first `count`
     frequent = np.argsort(-occurrences, kind="stable")[: min(count, vocabulary_size - NUM_SPECIAL_IDS)]
     return [(int(index), int(occurrences[index])) for index in frequent]

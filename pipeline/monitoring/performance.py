@@ -21,14 +21,14 @@ _MEASURE_SECONDS = 0.2
 SLOW = 1.2
 """A rank is slow if its own part of a step takes this many times as long as that of the median rank."""
 WINDOW_STEPS = 50
-"""A slow rank is reported after two consecutive windows of at least this many steps: one may contain a single stall,
-such as the start of the run or a shared disk that does not respond."""
+"""A slow rank is reported after two consecutive windows of at least this many steps: one window may contain a single
+stall, such as the start of the run or a shared disk that does not respond."""
 
 
 def flops_per_target_token(network: NetworkSettings, vocabulary_size: int, corpus: ParallelCorpus) -> float:
     """Return the FLOPs of forward and backward pass per target token, without padding.
 
-    They are an average over the first million pairs of the corpus, and count matrix products only.
+    The number is an average over the first million pairs of the corpus, and counts only matrix products.
     """
     source, target = (store.lengths[:_MAX_PAIRS].astype(np.int64) + 1 for store in (corpus.source, corpus.target))
     return training_flops(network, vocabulary_size, source, target) / float(target.sum())
@@ -94,7 +94,7 @@ def training_flops(
 class MatrixProduct:
     """A square matrix product, large enough to reach the machine's best rate.
 
-    The rate is measured repeatedly, beside the work that it is compared with.
+    The rate is measured repeatedly, alongside the work that it is compared with.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, size: int | None = None) -> None:
@@ -188,10 +188,10 @@ class RankBackend(NamedTuple):
 
 
 def other_backends(ranks: list[RankBackend]) -> list[str]:
-    """Return a line for each backend that is not rank 0's: which ranks have it, what differs, and why.
+    """Return a line for each backend that differs from rank 0's: which ranks have it, what differs, and why.
 
-    Ranks need not compute alike: however a rank does, its gradient is that of its part of the batch up to rounding, and
-    all ranks take the same optimizer step.
+    Ranks may have different backends: each rank's gradient is that of its part of the batch up to rounding, and all
+    ranks take the same optimizer step.
     """
     expected = ranks[0].parts
     names: dict[str, list[str]] = {}

@@ -2,8 +2,8 @@
 
 Pages of TensorBoard's Text tab are Markdown, in which text is escaped so that it is shown literally.
 
-Only rank 0 writes. A log that cannot be written does not stop training: the run warns once, goes on, and logs again as
-soon as it can. Records are appended whole, and removed after a step when the run resumes from it.
+Only rank 0 writes. A log that cannot be written does not stop training: the run warns once, continues, and logs again
+as soon as it can. Records are appended whole. When a run resumes from a step, later records are removed.
 
 Everything that this project imports from TensorBoard's packages is imported here. TensorBoard documents no API for
 writing events without TensorFlow, so these modules may move in any version; `test_run_log.py` fails if they do. Used
@@ -48,7 +48,7 @@ class RunLog(Logger):
 
     Args:
         run: the run folder.
-        step: the step to continue after; 0 for a new run.
+        step: the step to continue from; 0 for a new run.
         writes: whether this rank writes; True on rank 0 only.
         validation_pending: whether the run continues with this step's validation.
     """
@@ -64,7 +64,7 @@ class RunLog(Logger):
         self._lines = AppendedFile(run / METRICS)
 
     def truncate_after(self) -> None:
-        """Remove the summary, and what an earlier process has logged after the step to continue after."""
+        """Remove the summary, and records of an earlier process after the step to continue from."""
         with self._warn_on_os_error(self.run / EVENTS):
             (self.run / SUMMARY).unlink(missing_ok=True)
             _truncate_logs(self.run, self.step, self._validation_pending)
@@ -118,7 +118,7 @@ class RunLog(Logger):
                 file.write(contents)
 
     def log_hyperparams(self, *_: object, **__: object) -> None:
-        """Do nothing: `add_hyperparameters` writes those of the recipe."""
+        """Do nothing: `add_hyperparameters` writes the hyperparameters of the recipe."""
 
     @property
     def name(self) -> str:
@@ -179,7 +179,7 @@ def code_block(text: str) -> str:
 class AppendedFile:
     """A file to append to. It is opened at the first write; data that does not fit whole is not written.
 
-    Data is on disk when `append` returns, also if the process is killed later.
+    When `append` returns, data is in the file even if the process is killed later.
     """
 
     def __init__(self, path: Path, header: bytes = b"") -> None:
@@ -214,10 +214,10 @@ class AppendedFile:
 def _event_file(folder: Path, first_step: int) -> AppendedFile:
     """Return a new TensorBoard event file.
 
-    It begins with a record of the restart, by which a TensorBoard that is open discards what it has read of the steps
-    from `first_step` on. That record is not enough: some readers do not discard texts, or do not know it.
+    It begins with a record of the restart, which makes a running TensorBoard discard data of the steps from
+    `first_step` on. That record is not enough: some readers do not discard texts, or ignore the record.
     """
-    # TensorBoard reads the files of a folder in the order of their names. This one comes last also where the clock is
+    # TensorBoard reads the files of a folder in the order of their names. This file comes last even if the clock is
     # behind that of an earlier start, such as another node's.
     times = [re.match(r"\d+\.\d+", path.name.removeprefix(EVENT_FILES)) for path in folder.glob(f"{EVENT_FILES}*")]
     now = max([time.time(), *(float(found[0]) + 1e-3 for found in times if found)])
@@ -228,7 +228,7 @@ def _event_file(folder: Path, first_step: int) -> AppendedFile:
 
 
 def _truncate_logs(run: Path, step: int, validation_too: bool) -> None:
-    """Remove what was logged after a step, since a run that resumes from it will log that again.
+    """Remove what was logged after a step, since a run that resumes from the step logs it again.
 
     The files are ordered by step and are truncated in place, which needs no disk space.
 
@@ -247,7 +247,7 @@ def _truncate_logs(run: Path, step: int, validation_too: bool) -> None:
 
 
 def _truncate(path: Path, end: Callable[[bytes], int]) -> None:
-    """Truncate a file at the offset that `end` returns for its contents; open it for writing only if it has to be."""
+    """Truncate a file at the offset that `end` returns for its contents; open it for writing only if necessary."""
     with os.fdopen(open_in_place(path, os.O_RDONLY), "rb") as file:
         data = file.read()
     if (size := end(data)) < len(data):

@@ -31,7 +31,7 @@ COMPARED_METRICS = (
 )
 """Metrics of the HParams tab, besides `run.best_by`."""
 _HYPERPARAMETER_SECTIONS = {"network": (), "training": (), "batches": ("workers", "max_tokens_per_device")}
-"""Section of a recipe -> its settings that are no hyperparameters, because they do not change the result."""
+"""Section of a recipe -> settings that are not hyperparameters, because they do not change the result."""
 LAYOUT = {
     "Learning": {
         "loss": ["^train/loss$", "^validation/loss$"],
@@ -48,7 +48,7 @@ LAYOUT = {
         "slowest rank over the median rank": ["^train_perf/slowest_rank_over_median$"],
     },
 }
-"""Category -> chart -> patterns of the curves of the Custom Scalars tab."""
+"""Layout of the Custom Scalars tab: category -> chart -> patterns of its curves."""
 _BY_SOURCE = {
     "loss by source": ["^validation/loss/"],
     "negative log-likelihood by source": ["^validation/negative_log_likelihood/"],
@@ -93,7 +93,7 @@ class RunMetadata(Callback):
         }
         for name, page in pages.items():
             log.add_text(f"run/{name}", page, trainer.global_step + 1)
-        # Step 0 at every start of the run: TensorBoard shows the first one that it finds.
+        # Always at step 0: of several records, TensorBoard shows the first one that it finds.
         log.add_hyperparameters(self._hyperparameters(), compared_metrics(self._recipe.run.best_by), 0)
         log.add_layout(_layout(self._manifest), 0)
 
@@ -128,7 +128,7 @@ class RunMetadata(Callback):
 
 
 def compared_metrics(best_by: str) -> list[str]:
-    """Return the metrics of the HParams tab, the one that validations are chosen by first."""
+    """Return the metrics of the HParams tab, first the one that chooses the best validation."""
     return list(dict.fromkeys([best_tag(best_by), validation_tag(best_by), *COMPARED_METRICS]))
 
 
@@ -187,8 +187,8 @@ def _local_time(seconds: float) -> str:
 def record_start(log: RunLog, job: JobStep | None, backend: dict[str, str]) -> list[PlainValues]:
     """Add the record of this start, and return all records of the run, the oldest first.
 
-    `submitted` and `began` are seconds since the epoch; `submitted` is when the job was put into the queue.
-    `backend` is how it computes, by part.
+    `submitted` and `began` are seconds since the epoch; `submitted` is when the job was put into the queue. `backend`
+    is the summary of the run's backend.
     """
     now = time.time()
     start = {
@@ -206,7 +206,7 @@ def record_start(log: RunLog, job: JobStep | None, backend: dict[str, str]) -> l
 
 
 def first_submission(starts: list[PlainValues]) -> float:
-    """Return when the run was first submitted, in seconds since the epoch, by clocks not behind the first start's."""
+    """Return when the run was first submitted, in seconds since the epoch; ignore clocks behind the first start's."""
     return min(start["submitted"] for start in starts if start["began"] >= starts[0]["began"])
 
 

@@ -39,7 +39,7 @@ from pipeline.runtime.rank_messages import plain, value_of_each_rank
 from pipeline.runtime.step_clock import OWN, StepClock
 
 ANNOUNCE_AFTER_SECONDS = 10.0
-"""How long after its start a run says how long it will take."""
+"""How long after its start a run prints how long it will take."""
 MAX_SKIPPED_IN_A_ROW = 20
 """Training ends with an error after this many consecutive steps without a finite gradient."""
 SECONDS_BETWEEN_LINES = 60.0
@@ -65,7 +65,7 @@ class Progress:
                 initial=first_step,
                 desc="training",
                 unit="step",
-                # Without tqdm's own time left, for which a validation is a slow step.
+                # Without tqdm's own estimate of the time left, which takes a validation for a slow step.
                 bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]",
                 file=sys.stderr,
                 mininterval=0.5,
@@ -91,11 +91,11 @@ class Progress:
         say(f"training: {steps:,} steps of {seconds_per_step:.2g} s take about {left}{also}")
 
     def show(self, metrics: dict[str, str], seconds_per_step: float | None = None) -> None:
-        """Show new values; metrics that are not among them keep their last values.
+        """Show new values; other metrics keep their last values.
 
         Args:
             metrics: values by name.
-            seconds_per_step: for the time left, which is not shown if this is None.
+            seconds_per_step: to compute the time left; None not to show it.
         """
         self._metrics |= metrics
         left = None if seconds_per_step is None else _duration(self._seconds_left(seconds_per_step))
@@ -134,8 +134,8 @@ class TrainingMonitor(Callback):
 
     Args:
         every_steps: steps between two points of a curve.
-        flops_per_target_token: for the MFU, which is not logged if this is 0.
-        backend: this rank's; it is compared with that of rank 0.
+        flops_per_target_token: to compute the MFU; 0 not to log it.
+        backend: this rank's backend, to compare with rank 0's.
         best_by: `run.best_by`, which is shown beside the progress bar.
     """
 
@@ -168,7 +168,7 @@ class TrainingMonitor(Callback):
         self._own_steps, self._own_step_seconds = 0, 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure the machine's rate, name ranks that compute otherwise than rank 0, and start the clock."""
+        """Measure the machine's rate, report ranks whose backend differs from rank 0's, and start the clock."""
         if self._flops_per_token:
             self._matmul_rate = matmul_rate(pl_module.device, str(trainer.precision))
         if trainer.is_global_zero:
@@ -199,11 +199,11 @@ class TrainingMonitor(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: RankBatch, batch_idx: int
     ) -> None:
-        """Count the time from here on as computation."""
+        """Count time as computation from here on."""
         self.clock.begin("compute")
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """In the backward pass in which DDP reduces gradients, count the time after this rank's own part as waiting."""
+        """In a backward pass in which DDP reduces gradients, count the time after this rank's own part as waiting."""
         if self._ddp is not None and self._ddp.require_backward_grad_sync:
             call_after_backward(loss, partial(self.clock.begin, "communication_wait"))
 
@@ -232,7 +232,7 @@ class TrainingMonitor(Callback):
             self._reset()
 
     def _announce(self, progress: Progress) -> None:
-        """Say how long the run will take, once enough steps have been taken to tell."""
+        """Print how long the run will take, once enough steps have been timed."""
         self.clock.read()
         seconds_per_step = self.clock.median_step_seconds()
         if seconds_per_step is not None:
@@ -241,14 +241,14 @@ class TrainingMonitor(Callback):
 
     def _log(self, trainer: Trainer, outputs: StepOutputs, batch: RankBatch) -> None:
         assert self._sums is not None
-        # Each rank sets its own element. The time is that of the interval before: reading this one's would be a wait.
+        # Each rank sets its own element, the time of the previous interval: reading this interval's would be a wait.
         own = [0.0] * len(self.nodes)
         own[trainer.global_rank] = self._own_step_seconds
         counts = torch.tensor([self._padded_tokens, self._tokens, *own], device=self._sums.device)
         self.clock.begin("communication_wait")
         total = trainer.strategy.reduce(torch.cat((self._sums, counts)), reduce_op="sum")
         self.clock.begin("loop_overhead")
-        # One transfer for all values: each one waits for the device.
+        # One transfer for all values, because each transfer waits for the device.
         values = torch.stack([outputs["gradient_norm"], outputs["skipped"], outputs["skipped_in_a_row"], *total])
         norm, skipped, in_a_row, smoothed, likelihood, correct, loss_tokens, padded, tokens, *own = values.tolist()
         _raise_if_diverged(trainer.global_step, int(in_a_row))
@@ -280,10 +280,10 @@ class TrainingMonitor(Callback):
             self._progress.show(shown, self.clock.median_step_seconds())
 
     def _compare_ranks(self, own_step_seconds: list[float]) -> dict[str, float]:
-        """Return the curves of the slowest rank, and name slow ranks in the log.
+        """Return the curves of the slowest rank, and report slow ranks.
 
         Args:
-            own_step_seconds: each rank's own seconds per step in the interval before this one; 0 if there was none.
+            own_step_seconds: each rank's own seconds per step in the previous interval; 0 if there was none.
         """
         if self._stragglers is None or not self._own_steps:
             return {}
@@ -314,7 +314,7 @@ class TrainingMonitor(Callback):
         return scalars
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count the time from here on as validation."""
+        """Count time as validation from here on."""
         self.clock.begin("validation")
         self._validation_started = time.monotonic()
 
@@ -335,7 +335,7 @@ class TrainingMonitor(Callback):
             self._progress.show({name: score}, self.clock.median_step_seconds())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Close the progress bar, and say so if the last step was not validated."""
+        """Close the progress bar, and warn if the last step was not validated."""
         if self._progress is not None:
             self._progress.close()
         every, last = trainer.val_check_interval, trainer.global_step
@@ -348,16 +348,16 @@ class TrainingMonitor(Callback):
             say(f"warning: step {last}, the last one, was not validated: {because}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Close the progress bar, and kill the ranks that Lightning has launched once this process exits."""
+        """Close the progress bar; when this process exits, kill the ranks that Lightning has launched."""
         if self._progress is not None:
             self._progress.close()
         launcher = trainer.strategy.launcher
         if launcher is not None:
-            # Otherwise they would wait for this rank, and then print errors below its own.
+            # Otherwise they would wait for this rank, and then print their own errors below its error.
             atexit.register(launcher.kill, signal.SIGKILL)
 
     def goodput(self) -> float | None:
-        """Return the share of the time since the run was submitted that its training steps took; None if it is unknown.
+        """Return the share of training steps in the time since the run was submitted; None if it is unknown.
 
         Steps that were repeated after a failure count once.
         """
@@ -371,7 +371,7 @@ class TrainingMonitor(Callback):
     def seconds_since_submission(self) -> float | None:
         """Return the time since the run was submitted.
 
-        None if that is less than its steps have taken: the clock is behind that of an earlier start.
+        None if that is less than the time of its steps: the clock is behind that of an earlier start.
         """
         seconds = time.time() - self.submitted
         return seconds if seconds > self.clock.counted_seconds else None

@@ -14,7 +14,7 @@ from pipeline.inference.bleu_tokenizer import DEFAULT
 LENGTHS = (10, 20, 30, 40, 60)
 """Upper bounds of the source-length buckets, in pieces; longer sources belong to one more bucket."""
 NUM_TRANSLATED = "validation/sentences"
-"""The number of sentences that scores are of, logged if it is not that of all."""
+"""Tag of the number of translated sentences, which is logged if some are not translated."""
 REPEATED = 4
 """Number of consecutive pieces that count as a repetition if they occurred before in the same translation."""
 
@@ -24,7 +24,7 @@ class ValidationMetrics(torchmetrics.Metric):
 
     Args:
         bleu_tokenizer: sacreBLEU's tokenizer for BLEU.
-        sources: names of the text sources to score apart as well; empty for the whole only.
+        sources: names of the text sources that also get scores of their own; empty for none.
         requested: see `metrics_on`.
         kwargs: options of torchmetrics.
     """
@@ -62,7 +62,7 @@ class ValidationMetrics(torchmetrics.Metric):
             source_lengths: number of pieces of each source sentence.
             source: index into `sources` of the text source that all of them come from.
         """
-        # Sums are made on the CPU and moved once for each update.
+        # Sum on the CPU, and move the sums once per update.
         sums = {name: torch.zeros_like(self._sum(name), device="cpu") for name in self._metrics}
         repeated = torch.zeros_like(self.repeated, device="cpu")
         self.sentence_scores = []
@@ -124,7 +124,7 @@ def quality(scores: Mapping[str, float] | Mapping[str, Tensor]) -> str:
 
 
 def best_tag(best_by: str) -> str:
-    """Return the curve of the best validation so far by a value of `run.best_by`."""
+    """Return the tag of the best score so far, by a value of `run.best_by`."""
     return validation_tag(best_by).replace("/", "/best_")
 
 

@@ -41,14 +41,14 @@ class ValidationSamples(Callback):
     """Scores the validation's translations against the raw references, and logs tables of translations.
 
     The tables show samples that are spread evenly over the text and the longest sentences, which are the same at each
-    validation, and the translations with the lowest chrF. Where nothing is translated there are neither.
+    validation, and the translations with the lowest chrF. If nothing is translated, there are no scores and tables.
 
     Args:
         sources: the validation's source sentences.
         references: their references, as raw text.
         tokenizer: turns translations into text.
         bleu_tokenizer: sacreBLEU's tokenizer for BLEU.
-        text_sources: which pairs come from which text source, to score each apart as well.
+        text_sources: which pairs come from which text source, to score each source separately too.
         best_by: `run.best_by`, whose best value so far is logged.
         translated: the pairs whose sources are translated; all if None.
         requested: further metrics, see `metrics_on`.
@@ -87,7 +87,7 @@ class ValidationSamples(Callback):
             InputError: tokenizers differ, because nodes have different packages.
         """
         names = value_of_each_rank(self._bleu_tokenizer)
-        if len(set(names)) > 1:  # All ranks raise, so that all end in the same way.
+        if len(set(names)) > 1:  # All ranks raise the error and end in the same way.
             counted = ", ".join(f"{name} on rank {names.index(name)}" for name in sorted(set(names), key=names.index))
             raise InputError(f"BLEU's tokenizers differ: {counted}; install the same packages on all nodes")
 
@@ -125,7 +125,7 @@ class ValidationSamples(Callback):
         self._worst = heapq.nsmallest(NUM_WORST, [*self._worst, *translations])
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the scores, which are those of all ranks, and the tables."""
+        """Log the scores over all ranks, and the tables."""
         scores = self._metrics.compute() if self._translated else {}
         if 0 < len(self._translated) < len(self._sources):
             scores[NUM_TRANSLATED] = float(len(self._translated))
@@ -168,7 +168,7 @@ class ValidationSamples(Callback):
 
     def load_state_dict(self, state_dict: PlainValues) -> None:
         """Restore the best score; `read_resume_point` reads the tokenizer before the callback is made."""
-        # The first runs of format 2, as the one that tests keep, knew BLEU only, and called it so.
+        # The first runs of format 2, such as the one in tests, knew only BLEU, and stored it as `best_bleu`.
         self.best_score = state_dict.get("best_score", state_dict.get("best_bleu"))
 
     def _gather(self) -> None:

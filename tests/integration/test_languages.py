@@ -85,7 +85,7 @@ def test_images_number_the_pieces_that_no_font_can_write(recipe: Path) -> None:
     assert tags == [f"validation_attention/pieces_{pair}/text_summary" for pair in (1, 2) if are_numbered]
     for tag in tags:
         note, _, rows = events.Tensors(tag)[-1].tensor_proto.string_val[0].decode().partition("\n\n")
-        assert note.startswith("target pieces are numbered: no font has signs for U+")
+        assert note.startswith("target pieces are numbered: no font has glyphs for U+")
         header, _, first, *_ = rows.splitlines()
         assert header == "| number | source | target |"
         assert first.startswith("| 1 | ▁")
