@@ -1,7 +1,7 @@
-"""Chooses how a run computes, and how a device searches: the only place that decides which implementation runs.
+"""Chooses the backend of a run and the search of a device: the only place that decides which implementation runs.
 
-Beside plain PyTorch there are the fast paths of `model/fast/`. What is compiled on this machine is compared with plain
-PyTorch here, before anything relies on it.
+Beside plain PyTorch there are the fast paths of `model/fast/`. Programs that are compiled on this machine are compared
+with plain PyTorch here, before they are used.
 """
 
 import ctypes
@@ -27,13 +27,13 @@ from pipeline.runtime.memory import limit_onednn_cache
 
 _FLOAT32 = ("32-true", "32")
 _SEARCHES_IN_FLOAT32 = 256
-"""Up to this d_model, the compiled search, which computes in float32, is faster than PyTorch's in bfloat16, too."""
+"""Up to this d_model, the compiled search in float32 is faster even than PyTorch's search in bfloat16."""
 
 
 def choose_backend(
     kernels: str | None, compiles: bool | None, options: TrainerOptions, network: NetworkSettings
 ) -> Backend:
-    """Return how training steps are computed: as the recipe says, or else by PyTorch and, on a CPU, compiled programs.
+    """Return the backend of training: as the recipe says, or else PyTorch and, on a CPU, compiled programs.
 
     Programs are compiled and compared with PyTorch's operators here, which takes some seconds the first time.
 
@@ -60,7 +60,7 @@ def choose_backend(
 
 
 def _compiled_programs(precision: str, network: NetworkSettings, notes: list[str]) -> dict[str, Any]:
-    """Return the compiled parts that can and should be used, by their names in `Backend`; note which are missing."""
+    """Return the compiled parts to use, by their names in `Backend`; add a note about parts that cannot be loaded."""
     is_float32 = precision in _FLOAT32
     loaders: dict[str, Callable[[], Any]] = {}
     if is_float32 or precision == "bf16-mixed":
@@ -83,7 +83,7 @@ def _compiled_programs(precision: str, network: NetworkSettings, notes: list[str
 
 
 def _compiled_attention_takes(network: NetworkSettings) -> bool:
-    """Return whether the compiled attention can compute the network's."""
+    """Return whether the compiled attention supports the network."""
     multiple = compiled_attention.HEAD_MULTIPLE
     takes_heads = network.key_size % multiple == network.value_size % multiple == 0
     return takes_heads and not network.attention_dropout and network.self_attention == NetworkSettings.self_attention
@@ -102,7 +102,7 @@ def _triton_parts(options: TrainerOptions, network: NetworkSettings) -> dict[str
         else:
             dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(str(options["precision"]))
             heads = network.num_heads, network.key_size, network.value_size
-            # The processes of a node would otherwise all take memory of its first GPU.
+            # Otherwise all processes of a node would allocate memory on its first GPU.
             with torch.cuda.device(_own_device(options)):
                 obstacle = triton_check.failure(dtype or torch.float32, *heads)
     if obstacle is None:
@@ -115,7 +115,7 @@ def _triton_parts(options: TrainerOptions, network: NetworkSettings) -> dict[str
 
 
 def _obstacle_to_triton(device: int, network: NetworkSettings) -> str | None:
-    """Return why Triton's kernels cannot run on a GPU, as far as that is known without them; None if they can."""
+    """Return why Triton's kernels cannot run on a GPU, without trying them; None if no reason is known."""
     if network.self_attention != NetworkSettings.self_attention:
         return f"they do not compute network.self_attention {network.self_attention}"
     if not triton_check.can_run(network.key_size, network.value_size):
@@ -146,8 +146,8 @@ def should_compile(requested: bool | None, options: TrainerOptions, is_plain: bo
     Args:
         requested: `run.compile`.
         options: accelerator, as `trainer_options` returns it.
-        is_plain: attention is plain: its groups of sentences differ in shape from step to step.
-        notes: gets a line if training would be faster with a compiler, and there is none; or if `requested` is ignored.
+        is_plain: whether attention is plain, whose groups of sentences change shape from step to step.
+        notes: gets a line if a missing compiler makes training slower, or if `requested` is ignored.
 
     Raises:
         InputError: compilation is requested, and there is no compiler.
@@ -169,7 +169,7 @@ def should_compile(requested: bool | None, options: TrainerOptions, is_plain: bo
 
 
 def flash_takes(options: TrainerOptions, network: NetworkSettings) -> bool:
-    """Return whether this is a GPU on which PyTorch's variable-length flash attention can compute the network's."""
+    """Return whether PyTorch's variable-length flash attention supports this device and the network."""
     if not _on_gpu(options):
         return False
     d_k, d_v = network.key_size, network.value_size
@@ -185,7 +185,7 @@ def flash_takes(options: TrainerOptions, network: NetworkSettings) -> bool:
 def choose_search(
     device: str, network: Transformer, bos_id: int, eos_id: int, pad_id: int
 ) -> Transformer | search_program.CompiledSearch:
-    """Return what searches fastest on a device. On a CPU, the network can do nothing else afterwards."""
+    """Return the fastest search on a device. On a CPU, the network can be used for nothing else afterwards."""
     if device != "cpu":
         return network
     lacking = search_program.unsupported(network.settings)
@@ -227,7 +227,7 @@ def compiled_search() -> Search:
     """
     library = load_compiled_search()
 
-    # No partial: EMA copies the module with its backend, and a library cannot be copied.
+    # Not `functools.partial`: EMA copies the module with its backend, and a library cannot be copied.
     def search(network: Transformer, bos_id: int, eos_id: int, pad_id: int) -> search_program.CompiledSearch:
         return search_program.CompiledSearch(library, network, bos_id, eos_id, pad_id)
 

@@ -1,7 +1,7 @@
 """Compiles the project's C++ programs for this processor, once, and keeps all compiled code in the user's own cache.
 
-A program is code that runs with the user's rights. It is made from the source that comes with the project, and loaded
-from the user's private folder only.
+A program runs with the user's rights. It is compiled from source that comes with the project, and loaded only from the
+user's private folder.
 """
 
 import hashlib
@@ -30,9 +30,9 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread", "
 
 With `-ffast-math` in CXX, loading a program would make the whole process round subnormal numbers to 0."""
 _COMPILING = "-compiling-"
-"""Part of the name of a folder in which a program is made."""
+"""Part of the name of a folder in which a program is compiled."""
 _SECONDS = 300
-"""How long the compiler may take; it takes a few seconds."""
+"""How long the compiler may take. Usually it takes a few seconds."""
 
 
 class Program(NamedTuple, Generic[Loaded]):
@@ -43,21 +43,21 @@ class Program(NamedTuple, Generic[Loaded]):
     sources: tuple[Path, ...]
     """The source, then the headers beside it."""
     load: Callable[[Path], Loaded]
-    """Loads the compiled program. It raises OSError if the file is no such program."""
+    """Loads the compiled program; raises OSError if the file is no such program."""
     agrees: Callable[[Loaded], bool]
-    """Tells whether the program computes what PyTorch's operators do."""
+    """Returns whether the program computes the same as PyTorch's operators."""
 
 
 def load_program(program: Program[Loaded]) -> Loaded:
-    """Load a program, and compile it first if that has not been done.
+    """Load a program; compile it first if necessary.
 
     Raises:
-        OSError: there is no compiler, or it fails, or what it makes does not agree with PyTorch's operators.
+        OSError: there is no compiler, it fails, or the program does not agree with PyTorch's operators.
     """
     compiler = find_compiler()
     folder = compiled_code_folder()
     path = folder / f"{program.name}-{_key(compiler, program.sources)}.so"
-    # Several processes of one command, or threads of one process, begin at the same time.
+    # Several processes of a command, or threads of a process, may load the program at the same time.
     with FileLock(folder / f"{program.name}.lock") as lock:
         lock.take(wait=True)
         if (opened := _open_own(path)) is None:
@@ -65,8 +65,8 @@ def load_program(program: Program[Loaded]) -> Loaded:
             opened = _open_own(path)
     if opened is None:
         raise OSError(f"{path}: is not this user's alone")
-    # What has been checked is loaded. The file stays open: a second library of the same name would be taken for the
-    # first one.
+    # Load the file that was checked, by its descriptor. It stays open: the loader would take a second library with the
+    # same name for the first one.
     name = Path(f"/proc/self/fd/{opened}")
     try:
         return program.load(name if name.exists() else path)
@@ -76,10 +76,10 @@ def load_program(program: Program[Loaded]) -> Loaded:
 
 
 def _open_own(path: Path) -> int | None:
-    """Open a compiled program and return the descriptor; None if there is none that this user alone has written."""
+    """Open a compiled program and return the descriptor; None if another user may have written the file."""
     try:
         opened = open_in_place(path, os.O_RDONLY)
-    except OSError:  # It is made anew.
+    except OSError:  # It is compiled again.
         return None
     status = os.fstat(opened)
     if status.st_uid == os.geteuid() and not status.st_mode & 0o022:
@@ -89,10 +89,10 @@ def _open_own(path: Path) -> int | None:
 
 
 def find_compiler(variable: str = "CXX", names: Sequence[str] = ("g++", "clang++", "c++")) -> list[str]:
-    """Return the command of a compiler: that of an environment variable, or the first of `names` that is installed.
+    """Return the command of a compiler: from an environment variable, or the first of `names` that is installed.
 
     Raises:
-        OSError: there is none.
+        OSError: there is no compiler.
     """
     try:
         given = shlex.split(os.environ.get(variable, ""))
@@ -121,7 +121,7 @@ def _key(compiler: list[str], sources: tuple[Path, ...]) -> str:
 
 
 def _processor() -> str:
-    """Return the name of the processor and the instructions that it has."""
+    """Return the name of the processor and its instruction sets."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
     except OSError:
@@ -144,7 +144,7 @@ def build(compiler: list[str], source: Path, made: Path) -> None:
     except subprocess.TimeoutExpired:
         raise OSError(f"{compiler[0]} takes more than {_SECONDS} seconds") from None
     if done.returncode:
-        # The linker's own message comes before that of the program that calls it.
+        # Skip the message of collect2, which follows the linker's own.
         lines = [line for line in done.stderr.splitlines() if not line.startswith("collect2: ")]
         errors = [line for line in lines if "error" in line] or lines
         raise OSError(f"{compiler[0]} ended with {done.returncode}: {errors[0] if errors else 'no message'}")
@@ -154,12 +154,12 @@ def _compile(compiler: list[str], program: Program[Loaded], path: Path) -> None:
     """Compile a program to `path`.
 
     Raises:
-        OSError: the compiler fails, or the program computes something else than PyTorch's operators.
+        OSError: the compiler fails, or the program does not agree with PyTorch's operators.
     """
     print(f"compiling the {program.name} for this processor, once", file=sys.stderr)
     prefix = f".{program.name}{_COMPILING}"
-    for left in path.parent.glob(f"{prefix}*"):  # by a killed process; no other one compiles it now
-        shutil.rmtree(left, ignore_errors=True)  # It is in nobody's way.
+    for left in path.parent.glob(f"{prefix}*"):  # Left by killed processes; no other process compiles now.
+        shutil.rmtree(left, ignore_errors=True)  # A folder that stays does no harm.
     source = program.sources[0]
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=prefix) as folder:
         made = Path(folder, path.name)
@@ -173,11 +173,11 @@ def _compile(compiler: list[str], program: Program[Loaded], path: Path) -> None:
 def compiled_code_folder() -> Path:
     """Return `attention-pipeline/compiled` in XDG_CACHE_HOME, or else in ~/.cache, and create it if necessary.
 
-    If other users could put code into it or it cannot be written, a folder of this machine replaces it, which is
-    reported.
+    If other users could put code into it or it cannot be written, a temporary folder of this machine replaces it, with
+    a message.
 
     Raises:
-        OSError: that folder is not safe either.
+        OSError: the temporary folder is not safe either.
     """
     kept = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "attention-pipeline", "compiled")
     try:
@@ -199,7 +199,7 @@ def _reason(error: Exception) -> str:
 
 
 def missing_compiler(on_gpu: bool) -> str | None:
-    """Return what compilation needs and does not find, as a predicate: "needs ..."; None if nothing is missing."""
+    """Return what compilation lacks, as a predicate: "needs ..."; None if nothing is missing."""
     try:
         if on_gpu:  # for the code that launches kernels
             find_compiler("CC", ("gcc", "clang"))
@@ -216,7 +216,7 @@ def missing_compiler(on_gpu: bool) -> str | None:
 def keep_compiled_code() -> None:
     """Set the folder of the compilers' caches to one that outlives the job, unless the user has set it.
 
-    See `compiled_code_folder`. Has to be called before anything is compiled.
+    See `compiled_code_folder`. Call this before anything is compiled.
 
     Raises InputError if there is no safe folder.
     """
@@ -233,7 +233,7 @@ def keep_compiled_code() -> None:
 def start_compiler() -> None:
     """Start the processes that compile GPU kernels, with stop signals blocked in them.
 
-    A process killed by a signal would never return its kernel, and a run that has to save and stop would wait for it.
+    A process killed by a signal would never return its kernel, and a run that has to save and stop would wait for that.
     """
     keep_compiled_code()
     with signals_blocked():

@@ -1,4 +1,4 @@
-"""What the program says: messages on standard error, mistakes in one line, hidden warnings, and UTF-8 streams."""
+"""The program's output: messages on standard error, mistakes in one line, hidden warnings, and UTF-8 streams."""
 
 import codecs
 import locale
@@ -18,7 +18,7 @@ from data_module.files import disk_full_error, exception_chain
 from pipeline.runtime.launch import process_rank
 
 _LIGHTNING_LOGGERS = (
-    # Lightning sets the level of its two packages itself when it is imported, which may be later.
+    # Lightning sets the level of its two packages when it is imported, which may be later.
     "lightning.pytorch",
     "lightning.fabric",
     "lightning.pytorch.accelerators.cuda",
@@ -43,14 +43,14 @@ def quiet_lightning() -> None:
     warnings.filterwarnings("ignore", ".*`srun` command is available.*")
     # run.patience may be removed on resume, and with it the callback whose state is in the checkpoint.
     warnings.filterwarnings("ignore", ".*callbacks used to create the checkpoint need to be provided.*")
-    warnings.filterwarnings("ignore", ".*failed to export trace as `dirpath` is None.*")  # There is no key for it.
+    warnings.filterwarnings("ignore", ".*failed to export trace as `dirpath` is None.*")  # No recipe key sets it.
     # Scores are summed over ranks before they are logged.
     warnings.filterwarnings("ignore", ".*recommended to use .*sync_dist=True.*")
 
 
 @contextmanager
 def lightning_noise_restored() -> Iterator[None]:
-    """Undo `quiet_lightning` at the end, for a process that is not this program's alone."""
+    """Undo `quiet_lightning` at the end, for a process that does not belong to this program alone."""
     levels = {name: logging.getLogger(name).level for name in _LIGHTNING_LOGGERS}
     try:
         with warnings.catch_warnings():
@@ -86,25 +86,25 @@ def print_above_bars(message: str) -> None:
     """Print one line on standard error, in a terminal above the progress bars."""
     message = printable(message)
     if sys.stderr.isatty():
-        from tqdm import tqdm  # this file is imported before missing packages are reported
+        from tqdm import tqdm  # This module is imported before missing packages are reported.
 
         tqdm.write(message, file=sys.stderr)
-    else:  # tqdm would print every bar anew, also one that has not begun.
+    else:  # tqdm would print every bar again, even one that has not begun.
         print(message, file=sys.stderr, flush=True)
 
 
 class RendezvousError(Exception):
-    """Ranks could not connect to one another: one line, as for a mistake, but the same start may succeed later."""
+    """Ranks could not connect to one another. It is reported in one line, but the same start may succeed later."""
 
 
 class UnusableAddressError(RendezvousError):
-    """The address or port given for rank 0 cannot be used, which would recur at the next start."""
+    """The address or port given for rank 0 cannot be used; the next start would fail as well."""
 
 
 def user_message(error: Exception) -> str | None:
     """Return the line to print for a user's mistake, unreadable input, a full disk or a missing package.
 
-    None for a bug in the program.
+    Return None for a bug in the program.
     """
     full = disk_full_error(error)
     # A full disk causes further errors; the first message names the file.
@@ -122,9 +122,9 @@ def user_message(error: Exception) -> str | None:
 
 
 def _has_no_room(descriptor: int) -> bool:
-    """Return whether a stream cannot be written, though its buffer is empty: Python drops what it could not flush.
+    """Return whether a stream's disk is full. Its buffer does not show that: Python drops data that it cannot flush.
 
-    Raises OSError if it cannot be written.
+    Raises OSError if the stream cannot be written.
     """
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -135,7 +135,7 @@ def _has_no_room(descriptor: int) -> bool:
 
 
 def _full_stream() -> str:
-    """Return the standard stream that cannot be written, or else the folder where libraries write without our doing."""
+    """Return the standard stream that cannot be written, or else the folders where libraries write files."""
     for name, stream in (("output", sys.stdout), ("error", sys.stderr)):
         try:
             stream.flush()
@@ -152,7 +152,7 @@ def _full_stream() -> str:
 def open_closed_streams() -> None:
     """Open the null device in place of each standard stream that is closed, as by `2>&-`.
 
-    Python has None there, and `print(..., file=None)` would write messages to standard output, among translations.
+    Python sets it to None, and `print(..., file=None)` would write messages to standard output, among translations.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -162,10 +162,10 @@ def open_closed_streams() -> None:
 
 
 def use_utf8() -> None:
-    """Start this process anew in Python's UTF-8 mode if the locale or PYTHONIOENCODING is of another encoding.
+    """Restart this process in Python's UTF-8 mode if the locale or PYTHONIOENCODING has another encoding.
 
     Python reads both only when it starts. The processes that this one starts inherit the mode. A file name that is not
-    UTF-8 is printed with the bytes that it has.
+    UTF-8 is printed as its bytes.
     """
     streams = [stream.encoding for stream in (sys.stdin, sys.stdout, sys.stderr)]
     names = [sys.getfilesystemencoding(), locale.getpreferredencoding(False), *streams]

@@ -12,7 +12,7 @@ from pipeline.runtime.console import say
 from pipeline.runtime.launch import JobStep
 
 TrainerOptions: TypeAlias = dict[str, Any]
-"""Arguments of Lightning's Trainer by name: a recipe's section `trainer:`, which the program completes."""
+"""Arguments of Lightning's Trainer by name: a recipe's section `trainer:`, completed by the program."""
 ONE_GPU_NOTE = (
     "each task sees one GPU of its node: NCCL may find no NVLink to GPUs that it does not see; compare the speed of its"
     " all-reduce below with --gpus-per-node, without --gpus-per-task and --gpu-bind"
@@ -20,7 +20,7 @@ ONE_GPU_NOTE = (
 
 
 def missing_gpu(accelerator: object) -> str | None:
-    """Return the mistake if a GPU is requested but missing, or present but unusable; None if there is none."""
+    """Return the mistake if a GPU is requested but missing, or present but unusable; otherwise None."""
     if accelerator not in ("auto", "gpu", "cuda") or torch.cuda.is_available():
         return None
     if count := torch.cuda.device_count():  # The driver's count; the driver may be too old for this torch.
@@ -32,18 +32,18 @@ def missing_gpu(accelerator: object) -> str | None:
 
 
 def gpus_mistake(job: JobStep, visible: int, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the mistake if the tasks of this node cannot have a GPU each; None if they can, or if there are none.
+    """Return the mistake if the tasks of this node cannot have one GPU each; None if they can, or if there are no GPUs.
 
-    A task sees all GPUs of its node, or its own only (`--gpus-per-task=1`, `--gpu-bind=single:1`). Whether another task
-    has the same one is known where tasks compare them: `rank_checks`.
+    A task sees all GPUs of its node, or only its own (`--gpus-per-task=1`, `--gpu-bind=single:1`). `rank_checks` finds
+    out whether two tasks have the same GPU.
 
     Args:
         job: the SLURM job step of this process.
         visible: number of GPUs that torch sees.
-        environment: SLURM_GPUS_ON_NODE is the number of this node's GPUs that the job has.
+        environment: SLURM_GPUS_ON_NODE is the number of GPUs of this node in the job.
     """
     tasks, allocated = job.tasks_per_node, environment.get("SLURM_GPUS_ON_NODE", "")
-    # With these, SLURM may count a task's own GPUs only.
+    # With these, SLURM may count only a task's own GPUs.
     is_bound = environment.get("SLURM_GPUS_PER_TASK") or environment.get("SLURM_GPU_BIND", "none") not in ("", "none")
     is_shared = visible == 1 < tasks and allocated == "1" and not is_bound
     if (visible in (1, tasks) and not is_shared) or (not visible and allocated in ("", "0")):
@@ -56,11 +56,11 @@ def gpus_mistake(job: JobStep, visible: int, environment: Mapping[str, str] = os
 
 
 def processors_note(job: JobStep | None, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return a note if this process may use fewer processors than SLURM gave its task; None if not, or outside a job.
+    """Return a note if this process may use fewer processors than SLURM gave its task; otherwise None.
 
     Args:
         job: the SLURM job step of this process.
-        environment: SLURM_CPUS_PER_TASK is the task's number of processors, SLURM_CPUS_ON_NODE that of all its node's.
+        environment: SLURM_CPUS_PER_TASK has the processors of the task, SLURM_CPUS_ON_NODE those of its node.
     """
     name = "SLURM_CPUS_PER_TASK" if environment.get("SLURM_CPUS_PER_TASK") else "SLURM_CPUS_ON_NODE"
     given = environment.get(name, "") if "SLURM_JOB_ID" in environment else ""
@@ -77,7 +77,7 @@ def processors_note(job: JobStep | None, environment: Mapping[str, str] = os.env
 
 
 def sees_own_gpu_only(job: JobStep, visible: int) -> bool:
-    """Return whether this task sees one GPU, its own, of several of its node. For torch, it is device 0."""
+    """Return whether this task sees only its own GPU, as torch's device 0, on a node with several tasks."""
     return visible == 1 < job.tasks_per_node
 
 
@@ -90,7 +90,7 @@ def _cuda_error() -> str:
 
 
 def allow_tf32(options: TrainerOptions) -> None:
-    """Use TF32 for float32 matrix products on GPUs that support it, several times as fast, and report it."""
+    """Use TF32, which is several times as fast, for float32 matrix products on GPUs that support it; print that."""
     is_float32 = str(options["precision"]) in ("32-true", "32") and options["accelerator"] in ("auto", "gpu", "cuda")
     if is_float32 and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0):
         torch.set_float32_matmul_precision("high")
@@ -99,7 +99,7 @@ def allow_tf32(options: TrainerOptions) -> None:
 
 
 def processor_name(gpu: int | None) -> str:
-    """Return what decides how this process's products are rounded: a GPU's name, or the CPU and its instructions."""
+    """Return what determines the rounding of this process's products: the GPU, or the CPU and its instructions."""
     if gpu is not None:
         return torch.cuda.get_device_name(gpu)
     products = " with bfloat16" if torch.cpu.get_capabilities().get("avx512_bf16", False) else ""
@@ -109,13 +109,13 @@ def processor_name(gpu: int | None) -> str:
 def mixed_processors_mistake(optimizer: str, processors: Sequence[str]) -> str | None:
     """Return the mistake if ranks on different processors would let their weights drift apart; None if not.
 
-    The arithmetic of Adam is the same to the bit everywhere. Muon multiplies matrices, on each rank by itself.
+    Adam's arithmetic is the same to the bit everywhere. With Muon, each rank multiplies matrices by itself.
     """
     kinds = sorted(set(processors))
     if optimizer != "muon" or len(kinds) == 1:
         return None
     return (
-        f"training.optimizer muon: ranks compute on {' and '.join(kinds)}, which round products otherwise, so that"
+        f"training.optimizer muon: ranks compute on {' and '.join(kinds)}, which round products differently, so that"
         " their weights would drift apart; use nodes of one kind, or adam"
     )
 
@@ -131,7 +131,7 @@ def best_precision(accelerator: object) -> str:
 def device_indices(options: TrainerOptions) -> list[int]:
     """Return the devices of this node that `devices` names; they may be more than the node has.
 
-    Raises InputError for what names none. On a CPU, devices are processes, which have a number only.
+    Raises InputError if `devices` names none. On a CPU, devices are processes, and only their number can be given.
     """
     devices = given = options.get("devices", "auto")
     on_gpu = options.get("accelerator", "auto") in ("auto", "gpu", "cuda") and torch.cuda.is_available()
@@ -153,6 +153,6 @@ def device_indices(options: TrainerOptions) -> list[int]:
 
 def num_ranks(options: TrainerOptions) -> int:
     """Return the number of processes that train with these options of Lightning's Trainer."""
-    # Tasks that see one GPU each say how many they are on a node by the strategy's devices.
+    # For tasks that see one GPU each, the strategy's devices give the number of tasks on a node.
     devices = getattr(options.get("strategy"), "parallel_devices", None) or device_indices(options)
     return len(devices) * int(options.get("num_nodes", 1))

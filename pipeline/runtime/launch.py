@@ -1,4 +1,4 @@
-"""How this process was launched: its rank, its place in a SLURM job, and the versions that it runs.
+"""How this process was launched: its rank, its SLURM job step, and the versions of its packages.
 
 All of it is read from the environment, without torch or Lightning. The numbers of nodes and tasks come from the job
 only, so that a recipe runs on any number of them.
@@ -24,7 +24,7 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 MISTAKE_FILE = "MISTAKE_FILE"
 """Environment variable: a file that tells the job script about a user's mistake.
 
-The exit code of srun does not: it is that of the ranks that srun killed.
+srun's exit code does not tell: it is that of the ranks that srun killed.
 """
 
 FAILURES_FILE = "FAILURES_FILE"
@@ -34,7 +34,7 @@ RESTARTS_IN_JOB = "RESTARTS_IN_JOB"
 """Environment variable: how often the job script has started the step again since SLURM last started the job."""
 
 MIN_NODES = "MIN_NODES"
-"""Environment variable: with fewer nodes than this, the job script requeues a job that has failed; empty: all nodes."""
+"""Environment variable: a failed job with fewer nodes than this is requeued by its script; empty: all nodes."""
 
 
 LOOPBACK = "127.0.0.1"
@@ -43,9 +43,9 @@ LOOPBACK = "127.0.0.1"
 RANKS_MISSING = 69
 """Exit code of `doctor` if ranks are missing or do not respond. It is no mistake of the user, so the job starts again.
 
-Also if name servers do not answer or rank 0's port is in use, which may be over at the next start.
+It is also used if name servers do not answer or rank 0's port is in use, because the next start may succeed.
 
-In sysexits.h it stands for a service that is not available.
+In sysexits.h the code means that a service is unavailable.
 """
 
 
@@ -69,7 +69,7 @@ class JobStep:
 
     @property
     def start(self) -> str:
-        """What no other start has: job, step, and how often the job has started again."""
+        """A name that no other start has: job, step, and how often the job has started again."""
         return f"{self.job}.{self.step}.{self.restarts}"
 
     @property
@@ -79,7 +79,7 @@ class JobStep:
 
 
 def mistakes(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return what is wrong with how this process was started inside a job, each with what to do."""
+    """Return the mistakes in how this process was started inside a job, each with what to do."""
     if not _in_job(environment) or int(environment.get("SLURM_NTASKS", 1)) == 1:
         return []
     tasks = environment["SLURM_NTASKS"]
@@ -99,9 +99,9 @@ def mistakes(environment: Mapping[str, str] = os.environ) -> list[str]:
 def current_step(environment: Mapping[str, str] = os.environ) -> JobStep | None:
     """Return the step that srun started this process in; None outside a job and for a single process.
 
-    Such a process was started without srun, or in the terminal of `srun --pty`.
+    A single process was started without srun, or in the terminal of `srun --pty`.
 
-    Raises InputError for what `mistakes` finds.
+    Raises InputError if `mistakes` finds any.
     """
     if wrong := mistakes(environment):
         raise InputError(wrong[0])
@@ -124,9 +124,9 @@ def current_step(environment: Mapping[str, str] = os.environ) -> JobStep | None:
 def main_address(num_nodes: int, environment: Mapping[str, str] = os.environ) -> str:
     """Return the name or address at which other ranks reach rank 0: MASTER_ADDR, else the first node of the step.
 
-    Ranks of one node meet at its own address for itself, where other machines cannot connect.
+    Ranks of one node meet at the loopback address, to which other machines cannot connect.
 
-    Raises InputError if SLURM does not tell the step's nodes.
+    Raises InputError if SLURM does not name the step's nodes.
     """
     if address := environment.get("MASTER_ADDR"):
         return address
@@ -141,7 +141,7 @@ def main_address(num_nodes: int, environment: Mapping[str, str] = os.environ) ->
 
 
 def step_nodes(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the names of the step's nodes; none if SLURM does not tell them."""
+    """Return the names of the step's nodes; none if SLURM does not name them."""
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     if "[" not in nodes:
         return nodes.split(",") if nodes else []
@@ -154,7 +154,7 @@ def step_nodes(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def main_ports(environment: Mapping[str, str] = os.environ) -> list[int]:
-    """Return the ports of which rank 0 listens on the first that is free: MASTER_PORT, else 16 from the job's number.
+    """Return the ports for rank 0, which takes the first free one: MASTER_PORT, else 16 that follow from the job id.
 
     Raises InputError if MASTER_PORT is no port.
     """
@@ -168,7 +168,7 @@ def main_ports(environment: Mapping[str, str] = os.environ) -> list[int]:
 
 
 def min_nodes_mistake(job: JobStep, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return what is wrong with MIN_NODES and what to do; None if nothing is."""
+    """Return the mistake in MIN_NODES and what to do; None if there is none."""
     value = environment.get(MIN_NODES, "")
     if not value:
         return None
@@ -213,14 +213,14 @@ def _in_step(environment: Mapping[str, str]) -> bool:
 
 
 def _in_terminal(environment: Mapping[str, str]) -> bool:
-    """Return whether this process's task has the terminal of `srun --pty`.
+    """Return whether this process's task runs in the terminal of `srun --pty`.
 
     A step that is started from there inherits the variable, but no task of it has a terminal.
     """
     if not _in_step(environment) or "SLURM_PTY_PORT" not in environment:
         return False
     for process in (environment.get("SLURM_TASK_PID", "self"), "self"):  # In a container, the task may be unknown.
-        with suppress(OSError):  # Then the next process is asked.
+        with suppress(OSError):  # Then the next process is read.
             after_name = Path("/proc", process, "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
             return after_name[4] != "0"  # the number of the terminal
     return False
@@ -257,8 +257,8 @@ def local_rank() -> int:
 def reports_exit_code(rank: int) -> bool:
     """Return whether this rank's exit code counts.
 
-    Under Lightning's own launcher only that of rank 0 does: the launcher takes another rank's nonzero exit code for a
-    crash and kills rank 0.
+    Under Lightning's own launcher only rank 0's counts: the launcher takes another rank's nonzero exit code for a crash
+    and kills rank 0.
     """
     launched_by_lightning = "LOCAL_RANK" in os.environ and "RANK" not in os.environ and not is_task()
     return rank == 0 or not launched_by_lightning

@@ -1,4 +1,4 @@
-"""Host memory: what this process uses, what it may use, and what it returns to the system."""
+"""Host memory: how much this process uses, may use, and returns to the system."""
 
 import ctypes
 import os
@@ -24,18 +24,18 @@ def keep_freed_memory() -> None:
 
 
 def release_freed_memory() -> None:
-    """Return freed memory to the system: with changing block sizes `keep_freed_memory` accumulates gaps."""
+    """Return freed memory to the system: with `keep_freed_memory` and changing block sizes, gaps accumulate."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
 
 
 def limit_onednn_cache() -> None:
-    """Keep few of the matrix products that oneDNN has prepared; call this before the first of them.
+    """Limit oneDNN's cache of prepared matrix products; call this before the first product.
 
-    A product is prepared for one number of rows, and in a search this number changes in each step. oneDNN keeps 1,024
-    of them, and so does PyTorch's interface to it: together half a gigabyte. To prepare one again takes no time that
-    can be measured beside the product itself.
+    A product is prepared for one number of rows, which changes in each step of a search. oneDNN keeps 1,024 of them,
+    and so does PyTorch's interface to it: together half a gigabyte. The time to prepare one again is negligible
+    beside the product itself.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
     os.environ.setdefault("LRU_CACHE_CAPACITY", "16")
@@ -88,7 +88,7 @@ def can_measure_peak() -> bool:
 
 
 def peak_during(work: Callable[[], None]) -> int:
-    """Do the work; return the peak of resident memory during it, in bytes."""
+    """Run `work`; return the peak of resident memory meanwhile, in bytes."""
     _RESIDENT_PEAK_RESET.write_text("5", encoding="utf-8")
     work()
     status = Path("/proc/self/status").read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
-"""What ranks tell one another: JSON, in tensors or in the key-value store. Nothing is unpickled.
+"""Messages between ranks: JSON, in tensors or in the key-value store. Nothing is unpickled.
 
-What is stored is signed with a key that only the ranks of this start have (`ranks_token.py`): whoever finds the store's
-port may write to it.
+Messages in the store are signed with a key that only the ranks of this start have (`ranks_token.py`), because any
+process that finds the store's port can write to it.
 """
 
 import hmac
@@ -18,11 +18,11 @@ from pipeline.runtime.console import RendezvousError
 _MOST_CHARACTERS = 2000
 _MOST_BYTES = 1 << 26
 _key = b""
-"""Signs what this process tells; it belongs to the process, as the default process group does."""
+"""Signs this process's messages. It is global, like the default process group."""
 
 
 class StrangerError(RendezvousError):
-    """No rank of this start has signed a message."""
+    """A message was not signed by a rank of this start."""
 
     strerror = "another run or program listens there"
 
@@ -34,7 +34,7 @@ def set_key(token: str, start: str) -> None:
 
 
 def signature(*parts: str) -> str:
-    """Return what only a rank of this start can tell of some texts."""
+    """Return the signature of some texts, which only a rank of this start can compute."""
     return hmac.new(_key, json.dumps(parts).encode(), "sha256").hexdigest()
 
 
@@ -63,17 +63,17 @@ def post(store: dist.Store, name: str, value: object) -> None:
 
 
 def read(store: dist.Store, name: str) -> Any:
-    """Return what a rank has stored, made `plain`; raise StrangerError if no rank of this start has stored it."""
+    """Return a value that a rank has posted, made `plain`; raise StrangerError if no rank of this start posted it."""
     return verified(name, store.get(name))
 
 
 def silent_ranks(store: dist.Store, names: Sequence[str]) -> list[int]:
-    """Return the ranks that have stored nothing under their name; `names` are by rank."""
+    """Return the ranks that have stored nothing under their name in `names`."""
     return [rank for rank, name in enumerate(names) if not store.check([name])]
 
 
 def plain(value: object) -> Any:
-    """Return a value of JSON whose strings have no control characters and a bounded length."""
+    """Return a JSON value with its control characters escaped and its strings cut to a bounded length."""
     if isinstance(value, str):
         return printable(value[:_MOST_CHARACTERS])
     if isinstance(value, list):
@@ -82,7 +82,7 @@ def plain(value: object) -> Any:
 
 
 def value_of_each_rank(value: object) -> list[Any]:
-    """Return the value that each rank gives, as JSON holds it: a tuple becomes a list. All ranks call it."""
+    """Return the values of all ranks, as JSON holds them: a tuple becomes a list. All ranks call this."""
     text = json.dumps(value).encode()
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [json.loads(text)]

@@ -1,4 +1,4 @@
-"""The secret token of a start, by which its ranks tell one another from strangers; it is never sent.
+"""The secret token of a start, by which its ranks recognize one another; it is never sent.
 
 The job script or the launcher gives each start a token in RANKS_TOKEN. Without one, rank 0 writes it to a file that
 only this user can read.
@@ -14,13 +14,13 @@ from pathlib import Path
 from data_module.errors import InputError
 
 RANKS_TOKEN = "RANKS_TOKEN"
-"""Environment variable: the secret of a start, made anew for each one."""
+"""Environment variable: the secret token of a start; each start has another one."""
 
 
 def find_token(name: str, folders: Sequence[Path]) -> str | None:
-    """Return the token of the start `name`, from the environment or from the first folder that has it; None without.
+    """Return the token of the start `name`, from the environment or the first folder that has it; else None.
 
-    A file that others could have written or read is none: one of another user, a link, or one with other permissions.
+    A file that others could have written or read is ignored: another user's, a link, or one with other permissions.
     """
     if token := os.environ.get(RANKS_TOKEN):
         return token
@@ -36,9 +36,9 @@ def find_token(name: str, folders: Sequence[Path]) -> str | None:
 
 
 def write_token(name: str, folders: Sequence[Path]) -> str:
-    """Write a new token for the start `name` to each folder where this is possible, and return it.
+    """Write a new token for the start `name` to each folder that can be written, and return it.
 
-    Raises InputError if it is possible in none.
+    Raises InputError if none of them can be written.
     """
     token, written = secrets.token_hex(32), False
     for folder in folders:
@@ -56,7 +56,7 @@ def write_token(name: str, folders: Sequence[Path]) -> str:
 
 
 def remove_token(name: str, folders: Sequence[Path]) -> None:
-    """Remove what `write_token` has written."""
+    """Remove the files that `write_token` has written."""
     for folder in folders:
         with suppress(OSError):  # It was not written here.
             _token_path(folder, name).unlink()

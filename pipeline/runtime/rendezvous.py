@@ -1,12 +1,11 @@
 """Connects the ranks of a run through a key-value store in rank 0, and names the ranks that are missing.
 
-PyTorch's store answers everybody, and the ports at which ranks meet follow from the job's number. So rank 0 holds its
-store at a port that the system chooses, and listens at the meeting port besides. Whoever connects there is told the
-store's port in a signed message, and nothing is read from that connection. A rank believes only what is signed with the
-token of its own start, and passes by another run or program that listens there.
+PyTorch's store answers every client, and the ports at which ranks meet follow from the job's number. So rank 0 hosts
+its store at a port that the system chooses, and also listens at the meeting port. A client that connects there gets the
+store's port in a signed message, and nothing is read from that connection. A rank accepts only messages that are signed
+with the token of its own start, and ignores another run or program that listens there.
 
-A rank that belongs to this start but was started otherwise, with another recipe, run folder or number of ranks, ends
-all of them.
+A rank of this start that was started with another recipe, run folder or number of ranks than rank 0 ends all ranks.
 """
 
 import errno
@@ -44,26 +43,26 @@ from pipeline.runtime.rank_messages import (
 from pipeline.runtime.ranks_token import find_token, remove_token, write_token
 
 NOTICE_SECONDS = 30.0
-"""After this time, a rank says for whom it waits."""
+"""After this time, a rank prints which ranks it waits for."""
 _ATTEMPT_SECONDS = 5.0
 """How long one attempt to connect may take."""
 _GRACE_SECONDS = 5.0
-"""How much longer other ranks wait for what rank 0 has found."""
+"""How much longer other ranks wait for rank 0's outcome."""
 _STOP_SECONDS = 15.0
 """How much longer a rank that was asked to stop waits for the others, to agree with them on stopping."""
 _LINGER_SECONDS = 0.5
 _POLL_SECONDS = 0.1
 _POLL_STRANGERS_SECONDS = 1.0
 _OUTCOME = "rendezvous/outcome"
-"""Key of what rank 0 has found: what is wrong, or nothing, and whether it is a user's mistake."""
+"""Key of rank 0's outcome: the problem, or an empty one, and whether it is a user's mistake."""
 _MISTAKE = "rendezvous/mistake"
-"""Key of what a rank has found that was started otherwise than rank 0."""
+"""Key of the mistake of a rank that was started otherwise than rank 0."""
 _RANK_0 = "rendezvous/token and ports of rank 0"
 """Key in the store of an agent of torchrun."""
 _STORE = "rendezvous/store"
 """Name under which rank 0 signs the port of its store."""
 _MESSAGE_BYTES = 256
-"""More than that message has."""
+"""More bytes than that message has."""
 _MOST_NAMED = 16
 _BACKLOG = 4096
 
@@ -94,22 +93,22 @@ class Rendezvous:
     nodes: Sequence[str] = ()
     """Names of all nodes, as far as they are known, to name those from which no rank has connected."""
     start: str = ""
-    """What no other start has, such as `JobStep.start`."""
+    """A name that no other start has, such as `JobStep.start`."""
     settings: Mapping[str, object] = field(default_factory=dict)
-    """What has to be the same on all ranks."""
+    """Settings that must be the same on all ranks."""
     folder: Path | None = None
     """A folder of this start, for its token."""
     listener: socket.socket | None = None
-    """On rank 0, what listens on the port already."""
+    """On rank 0, the socket that already listens on the port, if there is one."""
     _started: float = field(default_factory=time.monotonic, init=False)
     _noticed: bool = field(default=False, init=False)
     _message: bytes = field(default=b"", init=False)
 
     @classmethod
     def of_job(cls, job: JobStep) -> "Rendezvous":
-        """Return where the ranks of a job step meet, with the patience of its number of ranks.
+        """Return the meeting of a job step's ranks, with a timeout that grows with their number.
 
-        Raises InputError for an address or a port that the environment does not give.
+        Raises InputError if the environment gives no valid address or port.
         """
         where = main_address(job.num_nodes), main_ports()
         return cls(*where, job.rank, job.num_tasks, patience_seconds(job.num_tasks), step_nodes(), job.start)
@@ -125,9 +124,9 @@ class Rendezvous:
 
     @property
     def _folders(self) -> list[Path]:
-        # A rank that was started with another folder finds the token in the others, to be told what differs.
+        # A rank that was started with another run folder finds the token in the others, and learns what differs.
         own = [self.folder] if self.folder is not None else []
-        # On one machine, ranks that may write to none of them, as in a container, share the temporary folder.
+        # On one machine, ranks that can write to none of them, as in a container, share the temporary folder.
         temporary = [Path(tempfile.gettempdir())] if self.host == LOOPBACK else []
         return [*own, Path(), Path(os.environ.get("HOME", ".")), *temporary]
 
@@ -135,8 +134,8 @@ class Rendezvous:
         """Connect to rank 0's store, wait until all ranks have, and return it.
 
         Raises:
-            InputError: a rank was started with other settings, or twice, or rank 0 can write its token nowhere.
-            RendezvousError: a rank is missing. It names the rank, the address and what to do.
+            InputError: a rank was started with other settings, or twice, or rank 0 cannot write its token anywhere.
+            RendezvousError: a rank is missing. The message names the rank, the address and what to do.
             UnusableAddressError: the name of rank 0's node does not exist, or this process may not use the port.
             Stopped: this process was asked to stop and another rank is missing.
         """
@@ -146,8 +145,8 @@ class Rendezvous:
         is_mistake = False
         try:
             store = self._open() if self.rank == 0 else self._enter()
-            # Rank 0 alone decides, and tells the others: if each rank decided by its own clock, some would train while
-            # others have given up.
+            # Rank 0 alone decides, and tells the others: if each rank decided by its own clock, some ranks would train
+            # while others have given up.
             if self.rank == 0:
                 post(store, _connected(0), own)
                 problem, is_mistake = self._wait_for_all(store)
@@ -170,7 +169,7 @@ class Rendezvous:
     def _check_host(self) -> None:
         try:
             socket.getaddrinfo(self.host, self.ports[0], type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:  # UnicodeError: no name at all, such as one with two dots in a row
+        except (OSError, UnicodeError) as error:  # UnicodeError: an invalid name, such as one with two dots in a row
             # Other errors, such as EAI_AGAIN, come from name servers that do not answer now but may at the next start.
             no_such_name = isinstance(error, UnicodeError) or error.errno in (socket.EAI_NONAME, socket.EAI_NODATA)
             name = f"the first node's name {self.host} does not resolve ({reason_of(error)})"
@@ -188,7 +187,7 @@ class Rendezvous:
         inside, timeout = listen(self.host, 0), timedelta(seconds=self.timeout_seconds)
         inside_port = inside.getsockname()[1]
         self._message = signed(_STORE, inside_port).encode()
-        # `wait_for_workers` would name no rank that is missing; `_wait_for_all` does.
+        # `wait_for_workers` would not name missing ranks, as `_wait_for_all` does.
         store = dist.TCPStore(
             LOOPBACK, inside_port, None, True, timeout, wait_for_workers=False, master_listen_fd=inside.detach()
         )
@@ -197,7 +196,7 @@ class Rendezvous:
         return _own_part(store)
 
     def _agents_store(self) -> dist.Store:
-        """Connect to the store of torchrun's agent. It takes everybody, and still has the keys of earlier starts."""
+        """Connect to the store of torchrun's agent, which accepts any client and still has keys of earlier starts."""
         while True:
             try:
                 return self._client(self.ports[0])
@@ -205,14 +204,14 @@ class Rendezvous:
                 self._wait_for_rank_0([reason_of(error)])
 
     def _listen(self) -> socket.socket:
-        """Listen on the first port that is free. Of several, one may soon be: others meet there and leave."""
+        """Listen on the first free port. If all of several are in use, wait: other runs use them only to meet."""
         while True:
             for port in self.ports:
                 try:
                     return listen(self.host, port)
                 except OSError as error:
                     failure = error
-                    # Who uses the port may have ended at the next start: a step that was killed, or another job.
+                    # A port in use may be free at the next start: its user may be a killed step or another job.
                     if error.errno != errno.EADDRINUSE:
                         break
             recurs = failure.errno != errno.EADDRINUSE
@@ -224,12 +223,12 @@ class Rendezvous:
             time.sleep(_POLL_SECONDS)
 
     def _answer(self) -> None:
-        """Tell those who connect in the next moment where the store is."""
+        """Send the store's port to the clients that connect within `_POLL_SECONDS`."""
         assert self.listener is not None
         end = time.monotonic() + _POLL_SECONDS
         while (left := end - time.monotonic()) > 0:
             self.listener.settimeout(left)
-            with suppress(OSError):  # Nobody came, or has gone again.
+            with suppress(OSError):  # No client came, or it has disconnected.
                 connection, _ = self.listener.accept()
                 with connection:
                     connection.sendall(self._message)
@@ -251,29 +250,29 @@ class Rendezvous:
             self._wait_for_rank_0(reasons)
 
     def _find_token(self, agent: dist.Store | None) -> tuple[str | None, list[str]]:
-        """Return the token of this start, or why there is none. An agent of torchrun has rank 0's port as well."""
+        """Return the token of this start, or why there is none. From torchrun's agent, take rank 0's port as well."""
         if agent is None:
             token, places = find_token(self.start, self._folders), ", ".join(map(str, self._folders))
             return token, [] if token else [f"it has left no file .ranks-{self.start} of this user's in {places}"]
         if not agent.check([_RANK_0]):
             return None, ["it has told torchrun's agent no port"]
-        # What rank 0 of an earlier start has told leads nowhere: its port is closed.
+        # The port may be that of an earlier start's rank 0: it is closed, and the next attempt asks again.
         token, self.ports = json.loads(agent.get(_RANK_0))
         return token, []
 
     def _ask(self, port: int) -> int:
-        """Return the port of rank 0's store, of which it tells at another port.
+        """Return the port of rank 0's store, which rank 0 sends at its meeting port.
 
         Raises:
-            StrangerError: someone else listens there.
-            OSError: nobody listens there, or whoever does is silent.
+            StrangerError: another run or program listens at the meeting port.
+            OSError: no process listens there, or it does not answer.
         """
         with socket.create_connection((self.host, port), timeout=_ATTEMPT_SECONDS) as connection:
-            # The message comes in one piece; if not, rank 0 is asked again.
+            # The message usually arrives in one piece; otherwise rank 0 is asked again.
             return verified(_STORE, connection.recv(_MESSAGE_BYTES))
 
     def _join(self, store: dist.Store, own: PlainValues) -> None:
-        """Tell rank 0 that this rank has connected; raise InputError if it is no part of what rank 0 has started."""
+        """Tell rank 0 that this rank has connected; raise InputError if it was started differently or twice."""
         while not store.check([_connected(0)]):
             self._wait_for_rank_0(["it has not connected"])
         mistake, own_key = "", _connected(self.rank)
@@ -290,7 +289,7 @@ class Rendezvous:
             raise InputError(mistake)
 
     def _client(self, port: int) -> dist.TCPStore:
-        """Connect to a store. PyTorch would fill the log with its attempts."""
+        """Connect to a store, after a test connection: PyTorch would fill the log with failed attempts."""
         socket.create_connection((self.host, port), timeout=_ATTEMPT_SECONDS).close()
         timeout = timedelta(seconds=max(self.timeout_seconds - self._waited, _ATTEMPT_SECONDS))
         return dist.TCPStore(self.host, port, is_master=False, timeout=timeout, wait_for_workers=False)
@@ -302,7 +301,7 @@ class Rendezvous:
         return self._waited > self.timeout_seconds
 
     def _wait_for_rank_0(self, reasons: Sequence[str]) -> None:
-        """Wait before the next attempt to connect; raise RendezvousError if there is none."""
+        """Wait before the next attempt to connect; raise RendezvousError if the time is over."""
         strange = StrangerError.strerror in reasons
         reason = StrangerError.strerror if strange else reasons[0]
         if self._is_over:
@@ -314,13 +313,13 @@ class Rendezvous:
         if self._waited > NOTICE_SECONDS and not self._noticed and local_rank() == 0:
             print_above_bars(f"rank {self.rank} on {node_name()} waits for rank 0 at {self._where} ({reason})")
             self._noticed = True
-        # Another run's rank 0 has to answer each time, and for each port name servers may be asked.
+        # Another run's rank 0 has to answer each attempt, and each port may take a query to name servers.
         time.sleep(_POLL_STRANGERS_SECONDS if strange else _POLL_SECONDS * len(self.ports))
 
     def _wait_for_all(self, store: dist.Store) -> tuple[str, bool]:
-        """Wait on rank 0 until all ranks have connected; tell all what is wrong, and whether it is a user's mistake.
+        """Wait on rank 0 until all ranks have connected; post and return the problem, and whether it is a mistake.
 
-        PyTorch's own wait would write to the log when it ends in vain.
+        PyTorch's own wait would write to the log on a timeout.
         """
         keys = [_connected(rank) for rank in range(self.size)]
         problem = ""
@@ -342,18 +341,18 @@ class Rendezvous:
         outcome = read(store, _MISTAKE) if is_mistake else problem, is_mistake
         post(store, _OUTCOME, outcome)
         if outcome[0]:
-            time.sleep(_LINGER_SECONDS)  # The store ends with this process; first the others read this.
+            time.sleep(_LINGER_SECONDS)  # The store ends with this process: let the others read the outcome first.
         return outcome
 
     def _missing(self, store: dist.Store) -> str:
-        """Return the ranks that have not connected, and the nodes from which none has; empty if all have."""
+        """Return the ranks that have not connected, and the nodes without any that has; empty if all have connected."""
         missing = silent_ranks(store, [_connected(rank) for rank in range(self.size)])
         heard = {read(store, _connected(rank))["node"] for rank in range(self.size) if rank not in missing}
         silent = [node for node in self.nodes if node not in heard]
         return f"ranks {few(missing)}" + (f" (all of {few(silent)})" if silent else "") if missing else ""
 
     def _wait_for_outcome(self, store: dist.Store) -> tuple[str, bool]:
-        """Wait until rank 0 has told what `_wait_for_all` returned, and return it."""
+        """Wait for the outcome that rank 0 posts in `_wait_for_all`, and return it."""
         while not store.check([_OUTCOME]):
             if self._is_over and self._waited > self.timeout_seconds + _GRACE_SECONDS:
                 text = f"rank 0 did not connect to {self._where} within {self.timeout_seconds:g} s; see its messages"
@@ -364,7 +363,7 @@ class Rendezvous:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on a port, 0 for any: for this machine only if `host` is its address for itself."""
+    """Return a socket that listens on a port, 0 for any; only for this machine if `host` is the loopback address."""
     if host == LOOPBACK:
         return socket.create_server((LOOPBACK, port), backlog=_BACKLOG)
     both = socket.has_dualstack_ipv6()
@@ -373,7 +372,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def use_loopback() -> None:
-    """Let gloo and NCCL connect ranks of one machine where other machines cannot connect, unless told otherwise."""
+    """Let gloo and NCCL connect ranks of one machine by its loopback interface, unless the user has set another."""
     for name in {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, name)
@@ -386,22 +385,22 @@ def differences(theirs: Mapping[str, object], ours: Mapping[str, object]) -> str
 
 
 def _connected(rank: int) -> str:
-    """Return the key of what a rank that has connected tells of itself."""
+    """Return the key of the message by which a rank tells that it has connected."""
     return f"rendezvous/{rank}"
 
 
 def _own_part(store: dist.Store) -> dist.Store:
-    """Return the part of a store whose name only the ranks of this start know."""
+    """Return the part of a store under a prefix that only the ranks of this start know."""
     return dist.PrefixStore(signature("store"), store)
 
 
 def _agent_holds_store() -> bool:
-    """Return whether an agent of torchrun has a store at `MASTER_PORT`, through which rank 0 tells its own."""
+    """Return whether torchrun's agent hosts a store at `MASTER_PORT`, where rank 0 posts its token and port."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def reason_of(error: Exception) -> str:
-    """Return the reason of a failed connection, without places in Python's and PyTorch's sources."""
+    """Return the reason of a failed connection, without line numbers of Python's and PyTorch's sources."""
     if isinstance(error, OSError) and (error.errno or 0) > 0:
         return os.strerror(error.errno or 0)
     return getattr(error, "strerror", None) or re.sub(r"^\[enforce .*?\] ", "", str(error).partition("\n")[0])

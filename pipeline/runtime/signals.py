@@ -1,7 +1,7 @@
 """Signals that ask the program to stop: the handler records them and does nothing else.
 
-SLURM sends SIGUSR1 (`--signal`) or SIGTERM before it takes the nodes away, and a closing terminal sends SIGHUP. Each
-rank receives it at another moment of its work. The handler is installed before anything that takes time is imported.
+SLURM sends SIGUSR1 (`--signal`) or SIGTERM before it takes the nodes away, and a closing terminal sends SIGHUP. Ranks
+receive the signal at different moments of their work. The handler is installed before any slow import.
 """
 
 import signal
@@ -13,7 +13,7 @@ from types import FrameType
 STOPPED = 75
 """Exit code of a run that was stopped before its last step and can be resumed: EX_TEMPFAIL, "try again later"."""
 INTERRUPTED = 130
-"""The same after Ctrl-C."""
+"""Exit code of such a run after Ctrl-C."""
 
 _received: list[int] = []
 """Signals received, in order."""
@@ -36,13 +36,13 @@ def record(signum: int, _frame: FrameType | None) -> None:
 
 
 def _stop_at_once(_signum: int, _frame: FrameType | None) -> None:
-    """Handle the second Ctrl-C. Lightning ends a program with code 1 on a KeyboardInterrupt, and says nothing."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # A third one ends the program without any cleaning up.
+    """Handle the second Ctrl-C. On a KeyboardInterrupt, Lightning would exit with code 1 and without a message."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # A third one ends the program without cleanup.
     raise Stopped("interrupted twice: ended without saving; run the same command to resume from the last checkpoint")
 
 
 def install() -> None:
-    """Record stop signals from now on. A SIGHUP that is ignored stays so: `nohup` keeps the run alive by that."""
+    """Record stop signals from now on. An ignored SIGHUP stays ignored: `nohup` keeps the run alive that way."""
     for signum in _STOP_SIGNALS:
         if (signum, signal.getsignal(signum)) != (signal.SIGHUP, signal.SIG_IGN):
             signal.signal(signum, record)
@@ -52,7 +52,7 @@ def ignore() -> None:
     """Ignore stop signals and Ctrl-C from now on.
 
     On exit Python would restore the default handlers, and a signal would then change the exit code. A Ctrl-C would
-    print a traceback, and cut short what ends the other ranks.
+    print a traceback, and interrupt the code that ends the other ranks.
     """
     for signum in (*_STOP_SIGNALS, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)
@@ -69,14 +69,14 @@ def forget() -> None:
 
 
 def raise_if_stopped(where: str) -> None:
-    """Raise Stopped if a stop signal was received; for moments at which there is nothing to save."""
+    """Raise Stopped if a stop signal was received; for moments with nothing to save."""
     if _received:
         raise Stopped(f"asked to stop {where}; nothing was lost, run the same command to resume")
 
 
 @contextmanager
 def default_signals() -> Iterator[None]:
-    """Let stop signals end the program at once inside, also one that was received: for long work that loses nothing."""
+    """Let stop signals, also earlier ones, end the program at once inside: for long work that loses nothing."""
     raise_if_stopped("at the start")
     with not_recorded():
         yield
@@ -84,7 +84,7 @@ def default_signals() -> Iterator[None]:
 
 @contextmanager
 def not_recorded() -> Iterator[None]:
-    """Let stop signals that would be recorded end the program at once inside."""
+    """Let stop signals end the program at once inside, instead of being recorded."""
     recorded = [signum for signum in _STOP_SIGNALS if signal.getsignal(signum) is record]
     for signum in recorded:
         signal.signal(signum, signal.SIG_DFL)
@@ -99,7 +99,7 @@ def not_recorded() -> Iterator[None]:
 def keyboard_interrupt_recorded() -> Iterator[None]:
     """Treat Ctrl-C as a stop signal inside; outside it ends the program."""
     if threading.current_thread() is not threading.main_thread():
-        # Python calls handlers in the main thread, and only that one may set them.
+        # Python calls handlers in the main thread, and only the main thread may set them.
         yield
         return
     before = signal.signal(signal.SIGINT, record)

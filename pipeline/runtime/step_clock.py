@@ -14,9 +14,9 @@ STEP = (*OWN, "communication_wait")
 """Phases of a step: a rank's own part, and waiting for the other ranks and for the network."""
 
 _RECENT_STEPS = 100
-"""The median step is that of this many steps."""
+"""Number of recent steps whose median is returned."""
 _ENOUGH_STEPS = 3
-"""With fewer steps there is no median: the first one after a start takes longer than those that follow."""
+"""With fewer steps there is no median, because the first step after a start takes longer."""
 
 
 class Stopwatch:
@@ -92,14 +92,14 @@ class StepClock:
             self.begin(self._phase)
 
     def _count_step(self, phase: str, seconds: float) -> None:
-        """Add a phase to the unfinished step. A step ends where its computation does; a reading may cut that in two."""
+        """Add a phase to the unfinished step. A step ends with its computation, which a reading may cut in two."""
         if phase == "loop_overhead" and self._last_phase == "compute":
             self._recent.append(self._unfinished)
             self._unfinished = 0.0
         self._unfinished += seconds
 
     def median_step_seconds(self) -> float | None:
-        """Return the median of the recent steps up to the last reading; None if they are too few."""
+        """Return the median seconds of the recent steps up to the last reading; None if they are too few."""
         return statistics.median(self._recent) if len(self._recent) >= _ENOUGH_STEPS else None
 
     def lap(self) -> dict[str, float]:
