@@ -40,11 +40,11 @@ from pipeline.training.start import Plan, choose_bleu_tokenizer
 from pipeline.training.trainer import make_trainer, trainer_options
 
 SUPPORTED = {"Python": ("3.11", "3.14"), "torch": ("2.11", "2.14"), "lightning": ("2.6.6", "2.7")}
-"""The first version of each that serves, and the first one that does not."""
+"""The first supported version of each, and the first later one that is not supported."""
 
 
 def check_machine(job: JobStep | None = None) -> Iterator[CheckResult]:
-    """Check versions and devices, and in a job, whose step is given, its GPUs and its number of nodes."""
+    """Check versions and devices; in a job step, also its GPUs and its number of nodes."""
     for name, (first, end) in SUPPORTED.items():
         found = platform.python_version() if name == "Python" else version(name)
         # A vendor's build may call itself 2.11.0a0+..., which is before 2.11.
@@ -71,7 +71,7 @@ def check_machine(job: JobStep | None = None) -> Iterator[CheckResult]:
 
 
 def check_start(plan: Plan, report: Report) -> None:
-    """Check that the machine can train as the plan asks for, and that a prepared corpus keeps to its limits."""
+    """Check that the machine can train as the plan asks, and that a prepared corpus fits the limits of batches."""
     recipe = plan.recipe
     if plan.initial is not None:
         report.ok(f"starts from the weights of {plan.initial.path}")
@@ -93,7 +93,7 @@ def check_start(plan: Plan, report: Report) -> None:
 
 
 def check_trainer(recipe: Recipe, job: JobStep | None, report: Report) -> None:
-    """Check that the machine can train as the recipe asks for: Lightning's options, kernels and compilation."""
+    """Check that the machine can train as the recipe asks: Lightning's options, kernels and compilation."""
     if recipe.batches.workers:
         require_shared_memory()
     quiet_lightning()
@@ -101,9 +101,9 @@ def check_trainer(recipe: Recipe, job: JobStep | None, report: Report) -> None:
     if job is not None and options["accelerator"] != "cpu":
         visible = torch.cuda.device_count()
         mistake = gpus_mistake(job, visible)
-        if mistake and visible < job.tasks_per_node:  # Lightning would name a setting that the job has made.
+        if mistake and visible < job.tasks_per_node:  # Lightning would name a setting that follows from the job.
             raise InputError(mistake)
-    with warnings.catch_warnings(action="ignore"):  # They are shown when training starts.
+    with warnings.catch_warnings(action="ignore"):  # Lightning shows its warnings when training starts.
         make_trainer(options, job, logger=False)
     asked = recipe.trainer.get("accelerator", "auto"), recipe.trainer.get("devices", "auto")
     if job is None and asked[0] == "auto" and options["accelerator"] == "cpu" and num_ranks(options) > 1:
@@ -115,7 +115,7 @@ def check_trainer(recipe: Recipe, job: JobStep | None, report: Report) -> None:
     if run.kernels == "triton":
         choose_backend(run.kernels, run.compile, options, recipe.network)
     else:
-        # Nothing else can be wrong; the whole choice, which takes time, is made and said when training starts.
+        # Nothing else can be wrong. The complete choice takes time, and is made and printed when training starts.
         should_compile(run.compile, options, not flash_takes(options, recipe.network), [])
 
 
@@ -129,7 +129,7 @@ def check_backend(recipe: Recipe, job: JobStep | None, report: Report) -> None:
 
 
 def check_disk_space(recipe: Recipe, report: Report) -> None:
-    """Check that the run folder's disk has room for all checkpoints of the run; those it has already take no more."""
+    """Check that the run folder's disk has room for all checkpoints of the run, including those that exist already."""
     check_settings(recipe.corpus)  # A network cannot have a negative number of pieces.
     run = recipe.run_folder()
     with torch.device("meta"):

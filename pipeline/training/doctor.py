@@ -1,4 +1,4 @@
-"""The checks of `doctor`: those of `fit`, each whatever the others find, and those that take long or need all ranks."""
+"""The checks of `doctor`: all checks of `fit`, even after a mistake, and those that take long or need all ranks."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ from pipeline.training.start import Plan, plan_start
 
 @dataclass(frozen=True)
 class Question:
-    """What `doctor` is asked about: the arguments of a `fit`."""
+    """The arguments of a `fit` that `doctor` checks."""
 
     configs: list[Path]
     overrides: list[str]
@@ -46,7 +46,7 @@ class Findings(Report):
 
     @contextmanager
     def part(self) -> Iterator[None]:
-        """Take the mistake that ends the checks inside; others go on."""
+        """Record the mistake that ends the checks inside; later checks continue."""
         try:
             with self._recipe.naming_places():
                 yield
@@ -54,7 +54,7 @@ class Findings(Report):
             self.add(CheckResult(False, str(error)))
 
     def add(self, result: CheckResult) -> None:
-        """Take what a check found, once."""
+        """Record the result of a check, once."""
         if result not in self.results:
             self.results.append(result)
 
@@ -68,7 +68,7 @@ def run_checks(asked: Question, job: JobStep | None) -> int:
 
 
 def load(asked: Question) -> tuple[Recipe | None, CheckResult]:
-    """Return the recipe, None without a valid one, and the result of loading it."""
+    """Return the recipe, or None if there is no valid one, and the result of loading it."""
     if not asked.configs:
         if asked.overrides:
             hint = "give one with --config FILE"
@@ -107,7 +107,7 @@ def check_fit(recipe: Recipe, job: JobStep | None, asked: Question) -> list[Chec
 
 
 def check_texts(plan: Plan, texts: TextChecker, report: Report) -> None:
-    """Name likely mistakes in the texts, and show what a model reads of them."""
+    """Report likely mistakes in the texts, and show their pieces."""
     settings = plan.recipe.corpus
     for line in source_warnings(settings, texts):
         report.note(line)
@@ -115,8 +115,8 @@ def check_texts(plan: Plan, texts: TextChecker, report: Report) -> None:
     if is_prepared:
         tokenizer = Tokenizer.load(plan.recipe.corpus_folder() / TOKENIZER_NAME).also_seen(tokenizer)
     elif (tokenizer := given_tokenizer(settings, tokenizer)) is not None:
-        tokenizer = Tokenizer(tokenizer.model)  # What this text adds to the pieces that it has seen is not known.
-    # Otherwise the vocabulary, and what the network has learned, come from another run or an earlier start of this one.
+        tokenizer = Tokenizer(tokenizer.model)  # The pieces that training will have seen are not known yet.
+    # Otherwise vocabulary and weights come from another run or an earlier start of this one.
     if plan.tokenizer is None:
         if tokenizer is None:
             tokenizer = check_vocabulary_size(settings, texts)
@@ -152,7 +152,7 @@ def _run_on_all_ranks(asked: Question, job: JobStep) -> int:
 
 
 def _results_of(ranks: RankGroup, asked: Question) -> list[CheckResult]:
-    """Return what this rank has to report: of checks whose results all ranks share, rank 0 reports them."""
+    """Return the results that this rank reports; rank 0 reports the results that all ranks share."""
     is_first = ranks.job.rank == 0
     machine = [one for one in check_machine(ranks.job) if is_first or one.is_warning or not one.ok]
     recipe, results = agree_on_recipe(ranks, *load(asked))
@@ -185,7 +185,7 @@ def agree_on_recipe(
 
 
 def print_results(results: list[CheckResult]) -> int:
-    """Print a line per result and return the exit code: 0, or 1 if a check failed.
+    """Print one line per result and return the exit code: 0, or 1 if a check failed.
 
     Results that several ranks have in common are printed once, with all their nodes and ranks.
     """

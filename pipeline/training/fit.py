@@ -1,6 +1,6 @@
-"""`fit` from its recipe to the plan of its start. `train.py` follows the plan.
+"""`fit`, from its recipe to the plan of its start, which `train.py` follows.
 
-torch and Lightning take seconds to import, so what they are not needed for is checked before.
+torch and Lightning take seconds to import, so checks that do not need them come first.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def fit(configs: list[Path], overrides: list[str], fresh: bool, init_from: Path 
     Args:
         configs: a recipe and its overlays.
         overrides: settings from the command line.
-        fresh: remove the run that is in the run folder.
+        fresh: remove an existing run from the run folder.
         init_from: checkpoint, run folder or Marian model whose weights and tokenizer a new run takes over.
 
     Raises InputError for a user's mistake, Stopped when a signal or `trainer.max_time` stopped the run.
@@ -50,7 +50,7 @@ def fit_recipe(
             # predecessor still writing: that process ends, or its lock is released.
             folder = RunFolder(recipe.run_folder(), patience_seconds=LOCK_PATIENCE_SECONDS if job else 0)
             stack.callback(folder.close)
-        # What is wrong so far has been refused without torch and Lightning, which take seconds to import.
+        # The checks so far did not need torch and Lightning, which take seconds to import.
         from pipeline.training.start import plan_start
         from pipeline.training.train import follow
 

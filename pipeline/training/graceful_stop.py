@@ -1,11 +1,11 @@
 """Stop all ranks after the same step and save one checkpoint.
 
 After every step and every validation batch each rank starts a reduction, in a CPU process group of its own, of the flag
-"I was asked to stop", and reads the result of the reduction that it started one step earlier. That one has had a whole
-step to complete, so no rank waits for it and no device is synchronized. All ranks read the same result and therefore
-stop after the same step, wherever each of them was when the signal arrived.
+"I was asked to stop", and reads the result of the reduction that it started one step earlier. That reduction has had a
+whole step to complete, so no rank waits for it and no device is synchronized. All ranks read the same result and
+therefore stop after the same step, wherever each of them was when the signal arrived.
 
-Where a rank has failed, the error of every other rank names it, and its node.
+If a rank fails, the errors of all other ranks name it and its node.
 """
 
 import os
@@ -34,7 +34,7 @@ from pipeline.runtime.signals import Stopped
 MARGIN_SECONDS = 30
 """How much longer the gradients' process group waits than this one, so that an error is raised here first."""
 POLL_SECONDS = 1.0
-"""How often a thread looks whether the ranks' reduction has failed."""
+"""How often a thread checks whether the ranks' reduction has failed."""
 ANSWER_SECONDS = 3.0
 """How long a rank waits for the others to report that they have failed too."""
 
@@ -44,8 +44,8 @@ class StopConsensus:
 
     def __init__(self, timeout_seconds: int) -> None:
         self._group: dist.ProcessGroup | None = None
-        # Of its own, and on CPUs: a reduction in the gradients' group would wait behind them, and NCCL's would make the
-        # host wait for the GPU.
+        # A separate group on CPUs: a reduction in the gradients' group would wait for the gradients, and one of NCCL
+        # would make the host wait for the GPU.
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
@@ -58,11 +58,11 @@ class StopConsensus:
         wanted = time_is_up or signals.first_signal() is not None
         if self._group is None:
             return wanted
-        # Every rank reads the result of the same reduction, so all of them stop at this call or none does. If a rank
-        # went by its own flag, it would leave while the others begin a step, and they would wait for its gradients.
+        # Every rank reads the result of the same reduction, so either all stop at this call or none does. A rank that
+        # followed its own flag would leave while the others begin a step, and they would wait for its gradients.
         answer = self._read()
         if not answer:
-            # No reduction begins after a stop: it would wait for ranks that have left.
+            # No reduction is started after a stop: it would wait for ranks that have left.
             flag = torch.tensor([wanted], dtype=torch.uint8)
             work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
             assert work is not None
@@ -71,7 +71,7 @@ class StopConsensus:
 
     def should_stop_now(self) -> bool:
         """Return whether any rank wants to stop now; ranks wait for one another."""
-        # The second call reads the reduction that the first one has started, which has every rank's flag of now.
+        # The second call reads the reduction that the first one has started, with the current flags of all ranks.
         return self.should_stop() or self.should_stop()
 
     def failure(self) -> RuntimeError | None:
@@ -95,9 +95,9 @@ class StopConsensus:
 
 
 class FailureReport:
-    """Where each rank runs, and which one failed first.
+    """Names the rank that failed, and its node.
 
-    Ranks report through the process group's key-value store, which rank 0 hosts: no other rank has to take part.
+    Ranks report through the process group's key-value store, which rank 0 hosts: no other rank has to respond.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class FailureReport:
             )
 
     def describe(self, error: BaseException) -> str:
-        """Say which rank failed and where, as far as this rank can tell; waits a few seconds for reports of others."""
+        """Return which rank failed and where, as far as this rank knows; wait a few seconds for others' reports."""
         here = self._names[self._rank]
         if not is_collective_error(error):
             first_line = str(error).splitlines()[:1]
@@ -138,20 +138,18 @@ class FailureReport:
 
     def _post(self, report: str) -> None:
         self._store.set_timeout(timedelta(seconds=ANSWER_SECONDS))
-        try:
+        with suppress(RuntimeError, dist.DistError):  # Rank 0, which hosts the store, may have died.
             post(self._store, _report_of(self._rank), report)
-        except (RuntimeError, dist.DistError):
-            return
 
     def _collect(self) -> dict[int, str] | None:
         """Return every rank's report so far; None if the store, and with it rank 0, does not answer."""
         answers: list[dict[int, str]] = []
 
         def ask() -> None:
-            with suppress(RuntimeError, RendezvousError):  # No answer is what the caller reports.
+            with suppress(RuntimeError, RendezvousError):  # Without an answer, the caller reports that.
                 answers.append(self._wait_for_reports())
 
-        # A store that hangs, or whose link was cut, never returns.
+        # A call to a store that hangs, or whose connection was cut, never returns.
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         thread.join(2 * ANSWER_SECONDS)
@@ -185,7 +183,7 @@ class GracefulStop(Callback):
     """
 
     def __init__(self, checkpoints: CheckpointCallback, timeout_seconds: int, max_seconds: float | None = None) -> None:
-        """Ranks wait `timeout_seconds` for one another; training stops after `max_seconds` as if by a signal."""
+        """Ranks wait `timeout_seconds` for one another; after `max_seconds`, training stops as after a signal."""
         self._checkpoints = checkpoints
         self._timeout_seconds = timeout_seconds
         self._max_seconds = max_seconds
@@ -217,7 +215,7 @@ class GracefulStop(Callback):
         if self._validation_pending:
             run_validation(trainer)
             self._validation_pending = False
-            # Loader workers are forked next. They would hold the file that is being written open.
+            # Loader workers are forked next, and would keep the file that is being written open.
             self._checkpoints.wait(trainer)
 
     def _time_is_up(self) -> bool:
@@ -230,16 +228,16 @@ class GracefulStop(Callback):
             self._stop(trainer, validation_pending=validation_is_due(trainer))
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
-        """Stop between two validation batches, of which all ranks have equally many."""
+        """Stop between two validation batches; all ranks have equally many."""
         assert self._consensus is not None
         if self._consensus.should_stop():
             self._stop(trainer, validation_pending=True)
 
     def _stop(self, trainer: Trainer, validation_pending: bool) -> None:
         if trainer.global_step >= trainer.max_steps:
-            return  # The run is about to end. Stopped here, it would count as finished without its last validation.
+            return  # The run is about to end. Stopped here, it would count as finished without the last validation.
         self._validation_pending = validation_pending
-        # The step may be saved already, but without the note that its validation has to run again.
+        # The step may be saved already, but without the flag that its validation is pending.
         if validation_pending or self._checkpoints.saved_step < trainer.global_step:
             self._checkpoints.save(trainer, stopping=True)
         self._checkpoints.wait(trainer)
@@ -248,7 +246,7 @@ class GracefulStop(Callback):
         raise Stopped(f"{reason}: saved after step {trainer.global_step}; run the same command to resume")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ranks no longer wait for one another: after the last save, each of them may end."""
+        """Stop watching the other ranks: after the last save, each rank may end."""
         self._has_ended.set()
 
     def _end_if_stuck(self, trainer: Trainer) -> None:
@@ -276,13 +274,13 @@ class GracefulStop(Callback):
             _exit_after_write(checkpoint_io(trainer), 1)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Add to the error which rank failed first, and make sure that this process ends."""
+        """Add a note to the error that names the failed rank, and make sure that this process ends."""
         self._has_ended.set()
         if self._failure_report is None:
             return
         if not isinstance(exception, Stopped | KeyboardInterrupt):
             exception.add_note(f"step {trainer.global_step}: {self._failure_report.describe(exception)}")
-        # Threads may wait without limit for a rank that no longer answers. This process ends so that the job can.
+        # Threads may wait without limit for a rank that no longer answers. End this process, so that the job can end.
         code = exception.exit_code if isinstance(exception, Stopped) else 1
         end = threading.Timer(MARGIN_SECONDS, _exit_after_write, [checkpoint_io(trainer), code])
         end.daemon = True
@@ -298,6 +296,6 @@ class GracefulStop(Callback):
 
 
 def _exit_after_write(writer: AtomicCheckpointIO, code: int) -> None:
-    """End the process when the checkpoint that is being written is on disk."""
+    """Wait for a checkpoint that is being written, and end the process."""
     writer.join()
     os._exit(code)

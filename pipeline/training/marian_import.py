@@ -1,7 +1,7 @@
 """A Marian model of Transformers, such as OPUS-MT's, as the starting point of a run (`fit --init-from FOLDER`).
 
-Such a model starts its answers with the padding symbol. Here the begin symbol is a row of the embedding of its own: a
-copy of the padding symbol's, with an output bias that keeps it from being chosen.
+Such a model starts its answers with the padding symbol. In this network the begin symbol has its own row of the
+embedding: a copy of the padding symbol's row, with an output bias that keeps it from being chosen.
 """
 
 import json
@@ -22,7 +22,7 @@ from pipeline.export.huggingface_model import BIAS, SHARED, from_marian, marian_
 CONFIG, VOCABULARY = "config.json", "vocab.json"
 _UNKNOWN = "<unk>"
 _ACTIVATIONS = {"relu": "relu", "swish": "swish", "silu": "swish"}
-"""Names of activations there and here."""
+"""Name of an activation in the configuration -> in `NetworkSettings`."""
 _FIXED: dict[str, tuple[object, object]] = {
     "model_type": ("marian", None),
     "scale_embedding": (True, False),
@@ -33,15 +33,15 @@ _FIXED: dict[str, tuple[object, object]] = {
     "normalize_embedding": (False, False),
     "add_final_layer_norm": (False, False),
 }
-"""Keys of the configuration that can have one value only, and what they are if they are missing."""
+"""Keys of the configuration -> the only value that is supported, and the value of a missing key."""
 _SIZES = ("vocab_size", "d_model", "encoder_layers", "decoder_layers", "encoder_ffn_dim", "encoder_attention_heads")
 _IDS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
 _NEVER = -100.0
-"""Output bias of a symbol that is not to be chosen. Its probability is 0 in float32, and its gradient finite."""
+"""Output bias of a symbol that must not be chosen: its probability is 0 in float32, and its gradient is finite."""
 
 
 class MarianModel(NamedTuple):
-    """What a folder holds."""
+    """The network's settings, tokenizer and weights in a folder."""
 
     network: PlainValues
     """The settings that differ from one Marian model to another, by their names in `NetworkSettings`."""
@@ -52,9 +52,9 @@ class MarianModel(NamedTuple):
 
 class _Vocabulary(NamedTuple):
     pieces: list[str]
-    """In the order of the ids here."""
+    """In the order of this project's ids."""
     rows: list[int]
-    """Their ids there."""
+    """Their ids in the Marian model."""
     adds_begin: bool
     """Whether the begin symbol is a copy of the padding symbol."""
 
@@ -74,7 +74,7 @@ def load_marian(folder: Path) -> MarianModel:
     vocabulary = _vocabulary(folder, config)
     weights = _network_weights(folder, config, vocabulary)
     activation = _ACTIVATIONS[config["activation_function"]]
-    # What a network from elsewhere brings along is known by its bias; see `Recipe.inherit_network`.
+    # `Recipe.inherit_network` recognizes an imported network by its output bias.
     output_bias = bool(weights["projection.bias"].any()) or activation != NetworkSettings.activation
     if not output_bias:
         del weights["projection.bias"]
@@ -95,7 +95,7 @@ def load_marian(folder: Path) -> MarianModel:
 
 
 def _configuration(folder: Path) -> PlainValues:
-    """Return the configuration, whose values this network can hold."""
+    """Return the configuration; raise InputError for values that this network does not support."""
     path = folder / CONFIG
     config = _read_json(path)
     wrong = []
@@ -187,7 +187,7 @@ def _network_weights(folder: Path, config: PlainValues, vocabulary: _Vocabulary)
     """Return the state dict of a `Transformer` with an output bias."""
     path, weights = _read_weights(folder)
     depths, d_model = (config["encoder_layers"], config["decoder_layers"]), config["d_model"]
-    # Copies of the embedding, which the configuration says is one, and position tables, which are computed.
+    # Drop copies of the embedding, which the configuration ties, and position tables, which are computed.
     for name in ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight", "lm_head.weight"):
         if (copy := weights.pop(name, None)) is not None:
             weights.setdefault(SHARED, copy)
@@ -220,12 +220,12 @@ def _read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
         if path is older:
             weights = torch.load(path, map_location="cpu", weights_only=True)
         else:
-            from safetensors.torch import load_file  # It need not be installed.
+            from safetensors.torch import load_file  # an optional package
 
             weights = load_file(path)
     except ImportError:
         raise InputError(f"safetensors is not installed; run: {install('huggingface')}") from None
-    except Exception:  # Of many kinds, for a damaged file or one with more than tensors; it is refused below.
+    except Exception:  # Of many types, for a damaged file or one with more than tensors, which is refused below.
         weights = None
     if not isinstance(weights, dict) or not all(isinstance(weight, torch.Tensor) for weight in weights.values()):
         raise InputError(

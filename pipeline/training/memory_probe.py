@@ -30,7 +30,7 @@ from pipeline.runtime.memory import (
 _SLACK = 3.0
 """On a CPU, this many times the memory of the largest micro-batches is kept between steps.
 
-With half of that, some runs returned memory to the system in every step, which took a seventh of their time.
+With half of that, some runs returned memory to the system in every step, which cost a seventh of their time.
 """
 _GB = 1e9
 
@@ -38,12 +38,11 @@ _GB = 1e9
 class MemoryProbe(Callback):
     """Run the largest micro-batches forward and backward before the first step; end the run if they do not fit.
 
-    Gradients and Adam's moments are allocated during the probe, and the copy that checkpoints are written from is in
-    memory before it. On a CPU the copy is given up if the micro-batches do not fit beside it. Weights, moments, random
-    states and the position in the data are unchanged afterwards. On a CPU the process keeps to the reported amount from
-    then on.
+    Gradients and Adam's moments are allocated during the probe; the memory to copy checkpoints to is allocated before.
+    On a CPU that memory is released if the micro-batches do not fit beside it. Weights, moments, random states and the
+    position in the data are unchanged afterwards. On a CPU the process then keeps to the reported amount of memory.
 
-    Where the network is compiled, all micro-batches have the shape of the probe's. The probe runs the compiled code, so
+    If the network is compiled, all micro-batches have the shape of the probe's. The probe runs the compiled code, so
     that all ranks compile at the same time, and nothing is compiled in a training step.
     """
 
@@ -53,14 +52,14 @@ class MemoryProbe(Callback):
         self._kept_at_most: float | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure and report; raise InputError that says what to change where memory is too small."""
+        """Measure and report; if memory is too small, raise InputError that says what to change."""
         assert isinstance(pl_module, TranslationModule)
         self._shape = self._data.row_shape(trainer.world_size)
         self._tokens = max(self._shape.source_tokens, self._shape.target_tokens)
         on_gpu = pl_module.device.type == "cuda"
         if not on_gpu and not can_measure_peak():
             return
-        # The optimizer makes its moments in the first step only; these take their room until then.
+        # The optimizer creates its moments in the first step; these tensors take their place until then.
         optimizer = trainer.optimizers[0]
         moments = [] if optimizer.state else [torch.ones_like(p) for p in pl_module.parameters() for _ in range(2)]
         devices = [pl_module.device] if on_gpu else []
@@ -78,21 +77,21 @@ class MemoryProbe(Callback):
         )
 
     def on_train_batch_end(self, *_: object) -> None:
-        """Keep to the reported amount."""
+        """Return freed memory to the system if the process exceeds the reported amount."""
         if self._kept_at_most is None or private_memory() <= self._kept_at_most:
             return
         release_freed_memory()
-        # What remains is in use; trying again in every step would free nothing.
+        # The remaining memory is in use; releasing in every step would free nothing.
         self._kept_at_most = max(self._kept_at_most, _SLACK * private_memory())
 
     def on_validation_batch_end(self, *_: object) -> None:
-        """Keep to the reported amount."""
+        """Return freed memory to the system if the process exceeds the reported amount."""
         self.on_train_batch_end()
 
     def _on_cpu(self, trainer: Trainer, module: TranslationModule) -> tuple[int, MemoryLimit]:
         """Try growing parts of the micro-batch: a process that exceeds its limit is killed without an error.
 
-        The copy that checkpoints are written from is given up where it and the micro-batch do not fit together.
+        The memory that checkpoints are copied to is released if it and the micro-batch do not fit together.
 
         Returns the peak, in bytes, and its limit.
         """
@@ -100,10 +99,10 @@ class MemoryProbe(Callback):
         limit = host_memory_limit(trainer.num_devices)
         writer = checkpoint_io(trainer)
         size = peak = 0
-        # Each pair is the part of the micro-batch to run and the part to predict, in sixteenths. The line through the
-        # last two parts predicts the whole within some percent from an eighth on. Lines through smaller parts
-        # overestimate it, since the first steps also allocate what later ones reuse, so these predict the next part
-        # only.
+        # Each pair is the part of the micro-batch to run and the part to predict, in sixteenths. From an eighth on, the
+        # line through the last two parts predicts the whole within some percent. Lines through smaller parts
+        # overestimate it, since the first steps also allocate memory that later ones reuse, so they predict only the
+        # next part.
         for part, following in ((1, 0), (2, 4), (4, 16), (16, 16)):
             smaller, smaller_peak = size, peak
             size, peak = part, peak_during(partial(self._steps, trainer, module, 16 // part))
@@ -134,7 +133,7 @@ class MemoryProbe(Callback):
         return torch.cuda.max_memory_allocated(module.device), limit
 
     def _does_not_fit(self, limit: MemoryLimit, needed: float, fixed: float) -> InputError:
-        """Return the error; of the bytes `needed`, `fixed` do not depend on the size of a micro-batch."""
+        """Return the error; `fixed` of the bytes `needed` do not depend on the size of a micro-batch."""
         fitting = int(0.9 * self._tokens * (limit.size - fixed) / max(needed - fixed, 1)) // 100 * 100
         way_out = (
             f"set it to {fitting} or less (the global batch stays the same)"
@@ -155,8 +154,8 @@ class MemoryProbe(Callback):
 def _longest_sentences(data: TranslationDataModule, shape: RowShape, divisor: int) -> RankBatch:
     """Return a micro-batch of a part of the largest size, of the longest sentences.
 
-    For a kernel of attention, a micro-batch takes the same memory whatever its sentences are. Plain attention takes
-    most for the longest ones, as many as the longer row holds, and on the other side as long as its row allows.
+    With a kernel of attention, all micro-batches take the same memory. Plain attention takes the most memory for the
+    longest sentences: as many as the longer row holds, and on the other side as long as its row allows.
     """
     length = data.longest
     smallest = length + MIN_PADDING_TOKENS

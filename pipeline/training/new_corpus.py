@@ -1,4 +1,4 @@
-"""A corpus that is prepared now, and what is worth knowing of its pieces: for `prepare` and `fit`."""
+"""Prepares a corpus and reports on its pieces and pairs, for `prepare` and `fit`."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from pipeline.runtime.console import say
 
 
 def prepare_and_report(settings: CorpusSettings, tokenizer: Tokenizer | None, force: bool = False) -> Manifest:
-    """Do what `data_module`'s `prepare` does, and report on pieces and pairs; return the manifest."""
+    """Prepare the corpus, and report on its pieces and pairs; return the manifest."""
     manifest = prepare(settings, tokenizer, force=force)
     for line in (*(line for line, _ in corpus_report(settings, tokenizer)), *summary(manifest).splitlines()):
         say(line)
@@ -25,7 +25,7 @@ def print_new_corpus(recipe: Recipe, init_from: Path | None, force: bool) -> Non
 
     Args:
         recipe: the recipe.
-        init_from: a checkpoint, run folder or Marian model whose tokenizer the corpus gets; None for none.
+        init_from: a checkpoint, run folder or Marian model whose tokenizer the corpus gets; None to use no other run's.
         force: replace a corpus of other texts or settings.
 
     Raises InputError as `prepare` and `load_initial_weights` do.

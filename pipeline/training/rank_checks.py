@@ -41,7 +41,7 @@ class UnresponsiveRanksError(RendezvousError):
 
 @contextmanager
 def _rank_0_answers() -> Iterator[None]:
-    """Raise UnresponsiveRanksError where the store no longer answers: it ends with rank 0."""
+    """Raise UnresponsiveRanksError if the store no longer answers, since it ends with rank 0."""
     try:
         yield
     except (RuntimeError, dist.DistError):
@@ -56,7 +56,7 @@ class RankGroup:
         self.location = job.location
         self.is_first_on_node = job.local_rank == 0
         self.pending: str | None = None
-        """Message if this rank hangs now; None while a hang would mean that rank 0 does not respond."""
+        """The message if this rank hangs now; None if a hang means that rank 0 does not respond."""
         self._num_gathered = 0
 
     @property
@@ -65,7 +65,7 @@ class RankGroup:
         return timedelta(seconds=patience_seconds(self.job.num_tasks))
 
     def exit_after(self, limit: timedelta) -> None:
-        """Exit with an error after this time, whatever this rank waits for: a collective, or a lost rank 0."""
+        """Exit with an error after this time, even if this rank waits for a collective or a lost rank 0."""
 
         def end() -> None:
             print(f"WRONG {self.pending or UnresponsiveRanksError([0])} [{self.location}]", flush=True)
@@ -99,17 +99,17 @@ class RankGroup:
         self._num_gathered += 1
         post(self.store, f"value-{self._num_gathered}/{self.job.rank}", value)
         keys = [f"value-{self._num_gathered}/{rank}" for rank in range(self.job.num_tasks)]
-        # Another rank may first wait for a collective that fails.
+        # Wait twice as long: another rank may first wait for a collective that fails.
         if missing := self._wait_for(keys, 2 * self.wait):
             raise UnresponsiveRanksError(missing)
         return [read(self.store, key) for key in keys]
 
     @_rank_0_answers()
     def leave(self) -> None:
-        """Wait until rank 0, which prints the results before it leaves, and then all others have come here.
+        """Wait until rank 0 leaves, which first prints the results; rank 0 then waits for all others.
 
-        srun kills all ranks when one exits with an error, and rank 0 holds the store: it has to be the first to be
-        ready, and the last to end.
+        srun kills all ranks when one exits with an error, and rank 0 hosts the store: it must be ready first and end
+        last.
 
         Raises UnresponsiveRanksError if rank 0 has ended.
         """
@@ -146,7 +146,7 @@ def check_ranks(ranks: RankGroup, recipe: Recipe | None) -> Iterator[CheckResult
             yield CheckResult(False, mistake)
     shared = list(_check_own_gpus(ranks))
     yield from shared
-    if not unreachable and not shared:  # It would fail for the reason already reported.
+    if not unreachable and not shared:  # Otherwise it would fail for the reason that is already reported.
         yield from _check_all_reduce(ranks)
 
 
@@ -160,7 +160,7 @@ def _check_versions(ranks: RankGroup) -> Iterator[CheckResult]:
 
 
 def _check_interfaces(first_node_is_local: bool) -> Iterator[CheckResult]:
-    """Check that other nodes can reach this one, by the chosen interface or by the node's own name."""
+    """Check that other nodes can reach this one, by the selected interface or by the node's own name."""
     existing = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = os.environ.get(variable, "")

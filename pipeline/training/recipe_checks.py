@@ -30,7 +30,7 @@ class CheckResult(NamedTuple):
 
     ok: bool
     message: str
-    """What was checked if `ok`; otherwise what is wrong and what to do."""
+    """What was checked if `ok`, else the problem and what to do."""
     where: str = ""
     """Node and rank, if the result holds for that rank only."""
     is_warning: bool = False
@@ -38,28 +38,28 @@ class CheckResult(NamedTuple):
 
 
 class Report:
-    """What `fit` does with what checks find: it raises the first mistake and prints what is only likely to be one."""
+    """Takes the results of checks for `fit`: raises the first mistake, and prints likely mistakes."""
 
     reads_texts = False
     """Whether texts are read as well."""
 
     def part(self) -> AbstractContextManager[object]:
-        """Return a context for checks after which others can go on."""
+        """Return a context for checks; later checks do not depend on them."""
         return nullcontext()
 
     def add(self, result: CheckResult) -> None:
-        """Take what a check found; raise InputError for a mistake."""
+        """Take the result of a check; raise InputError for a mistake."""
         if not result.ok:
             raise InputError(result.message)
         if result.is_warning:
             say(result.message)
 
     def ok(self, message: str) -> None:
-        """Take what is in order."""
+        """Report that a check has passed."""
         self.add(CheckResult(True, message))
 
     def note(self, message: str) -> None:
-        """Take a likely mistake."""
+        """Report a likely mistake."""
         self.add(CheckResult(True, message, is_warning=True))
 
 
@@ -69,8 +69,8 @@ def check_recipe(recipe: Recipe, job: JobStep | None, fresh: bool, report: Repor
     Args:
         recipe: the recipe.
         job: the SLURM job step of this process; None outside a job.
-        fresh: whether the run in the run folder shall be removed.
-        report: takes what is found.
+        fresh: whether the run in the run folder is to be removed.
+        report: takes the results.
 
     Returns:
         What was found in the texts, if all of them were read.
@@ -93,12 +93,12 @@ def check_recipe(recipe: Recipe, job: JobStep | None, fresh: bool, report: Repor
 
 
 def check_training(recipe: Recipe) -> None:
-    """Raise InputError for settings of training and monitoring that do not fit others."""
+    """Raise InputError for settings of training and monitoring that contradict other settings."""
     network, training, max_steps = recipe.network, recipe.training, recipe.trainer["max_steps"]
     if training.r_drop_alpha and not (network.dropout or network.attention_dropout or network.activation_dropout):
         raise InputError(
-            f"training.r_drop_alpha {training.r_drop_alpha} compares passes with other dropout, and there is none; "
-            "give network.dropout, or remove the former"
+            f"training.r_drop_alpha {training.r_drop_alpha} compares passes with different dropout, and there is "
+            "no dropout; give network.dropout, or remove training.r_drop_alpha"
         )
     if training.schedule in DECAY_TO_LAST_STEP and training.warmup_steps >= max_steps:
         raise InputError(
@@ -115,9 +115,9 @@ def check_training(recipe: Recipe) -> None:
 
 
 def check_corpus(settings: CorpusSettings, report: Report) -> TextChecker | None:
-    """Check the prepared corpus, or, before it is prepared, its settings, its folder and that its texts are there.
+    """Check the prepared corpus, or, before it is prepared, its settings, its folder and that its texts exist.
 
-    Returns what was found in the texts if the report asks for them to be read, prepared or not, and all could be.
+    Returns the results of reading the texts, if the report asks to read them and all of them could be read.
     """
     check_settings(settings)
     if existing_corpus(settings, compare_texts=report.reads_texts) is not None:
@@ -133,7 +133,7 @@ def check_corpus(settings: CorpusSettings, report: Report) -> TextChecker | None
 
 
 def check_text(checker: TextChecker, split: str, text: TextSource, report: Report) -> bool:
-    """Check that a text source is there, and read it if the report asks for it and that needs no network.
+    """Check that a text source exists, and read it if the report asks for that and it needs no network.
 
     Returns whether the source was read.
     """

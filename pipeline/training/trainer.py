@@ -1,4 +1,4 @@
-"""Lightning's Trainer, those of its options that depend on the machine and the SLURM job, DDP, and a step's ranks."""
+"""Lightning's Trainer, its options that depend on the machine and the SLURM job, DDP, and a job step's ranks."""
 
 import atexit
 import os
@@ -36,14 +36,14 @@ Value = TypeVar("Value")
 def trainer_options(
     recipe_options: TrainerOptions, job: JobStep | None = None, timeout_seconds: int = 600
 ) -> TrainerOptions:
-    """Return a recipe's `trainer:` completed by accelerator, precision, devices and strategy.
+    """Return a recipe's `trainer:`, completed by accelerator, precision, devices and strategy.
 
     Args:
         recipe_options: the recipe's section.
         job: the SLURM job step of this process; its nodes and tasks replace those of the recipe.
         timeout_seconds: how long a rank waits for another one.
 
-    Raises InputError for a GPU that is missing, and for `devices` that are none.
+    Raises InputError if a GPU is missing, and if `devices` names no devices.
     """
     options = {"val_check_interval": 1000, "accelerator": "auto", **recipe_options}
     if missing := missing_gpu(options["accelerator"]):
@@ -55,8 +55,8 @@ def trainer_options(
         options |= {"num_nodes": job.num_nodes, "devices": job.tasks_per_node}
     options["strategy"] = strategy(options, timeout_seconds)
     if job is not None and options["accelerator"] != "cpu" and sees_own_gpu_only(job, torch.cuda.device_count()):
-        # Lightning refuses `devices` that this process does not see. Ranks of a node are counted by `parallel_devices`,
-        # of which each rank takes that of its index.
+        # Lightning refuses `devices` that this process does not see. It counts ranks of a node by `parallel_devices`,
+        # from which each rank takes its device by index.
         options["strategy"].parallel_devices = [torch.device("cuda", 0)] * job.tasks_per_node
         options["devices"] = 1
     return options
@@ -66,12 +66,12 @@ def make_trainer(options: TrainerOptions, job: JobStep | None, plugins: tuple[Pl
     """Return Lightning's Trainer.
 
     Args:
-        options: those of `trainer_options`.
+        options: the result of `trainer_options`.
         job: the SLURM job step of this process.
         plugins: Lightning's plugins beside those for the precision and the job.
         own: further arguments of the Trainer.
 
-    Raises InputError for what Lightning refuses; it names the key.
+    Raises InputError if Lightning refuses an option; the message names its key.
     """
     refusals = (MisconfigurationException, ValueError, ImportError)
     try:
@@ -94,7 +94,7 @@ def _make_trainer(
 ) -> Trainer:
     float16 = precision_plugin(options)
     given = [*plugins, cluster_environment(job), float16]
-    # `GracefulStop` ends the run in time; Lightning accepts the precision from one place.
+    # `GracefulStop` implements max_time; Lightning accepts either a precision or a plugin for it.
     elsewhere = ("max_time",) if float16 is None else ("max_time", "precision")
     trainer = Trainer(
         **{key: value for key, value in options.items() if key not in elsewhere},
@@ -122,9 +122,9 @@ def _make_trainer(
 
 
 def cluster_environment(job: JobStep | None) -> ClusterEnvironment | None:
-    """Return the plugin from which Lightning takes ranks and address; None leaves the choice to Lightning."""
+    """Return the plugin that gives Lightning ranks and address; None leaves the choice to Lightning."""
     if job is None:
-        # Lightning would take any process inside a job for one of its tasks.
+        # Otherwise Lightning would take any process inside a job for one of its tasks.
         return LightningEnvironment() if "SLURM_JOB_ID" in os.environ and "RANK" not in os.environ else None
     return StepEnvironment(job)
 
@@ -146,7 +146,7 @@ def strategy(options: TrainerOptions, timeout_seconds: int = 600) -> "ConnectedD
 
 
 class ConnectedDDP(SingleStreamDDP):
-    """DDP, with gradients as views of its buckets, whose ranks name those that are missing."""
+    """DDP, with gradients as views of its buckets, whose ranks name missing ranks."""
 
     def __init__(self, timeout_seconds: int, **options: Any) -> None:
         """Ranks wait this long for one another to connect."""
@@ -155,13 +155,13 @@ class ConnectedDDP(SingleStreamDDP):
         self._patience = timeout_seconds
         self._group_timeout = timeout
         self.settings: Mapping[str, object] = {}
-        """What has to be the same on all ranks."""
+        """Settings that must be the same on all ranks."""
         self.folder: Path | None = None
         """The run folder."""
         self._listener: socket.socket | None = None
 
     def prepare_launch(self) -> None:
-        """Give the ranks that are started next a secret and, unless the user has, a port that is this start's."""
+        """Set a secret token for the ranks that are started next and, unless the user has set one, a free port."""
         os.environ[RANKS_TOKEN] = secrets.token_hex(32)
         if "MASTER_PORT" not in os.environ:
             assert self.cluster_environment is not None
@@ -199,8 +199,8 @@ class ConnectedDDP(SingleStreamDDP):
         on_gpu = self.root_device.type == "cuda"
         backend, device = ("nccl", self.root_device) if on_gpu else ("gloo", None)
         try:
-            # Where a connection does not come about, gloo tries again and again for many times its timeout, and no
-            # handler of Python's runs meanwhile: a signal has to end the process.
+            # If a connection fails, gloo retries for many times its timeout, and Python's signal handlers do not run
+            # meanwhile: let a signal end the process.
             with signals.not_recorded():
                 prefixed = dist.PrefixStore("default_pg", store)
                 dist.init_process_group(
@@ -214,10 +214,10 @@ class ConnectedDDP(SingleStreamDDP):
             ) from None
         store.set_timeout(self._group_timeout)
         if on_gpu:
-            atexit.register(_destroy_group)  # NCCL warns about a group that is left
+            atexit.register(_destroy_group)  # NCCL warns about a group that is not destroyed
 
     def broadcast(self, obj: Value, src: int = 0) -> Value:
-        """Return one rank's value, which JSON can hold; Lightning's own method would unpickle it."""
+        """Return the value of rank `src`, which JSON can hold; Lightning's own method would unpickle it."""
         return value_of_each_rank(obj)[src]
 
 
@@ -244,7 +244,7 @@ class StepEnvironment(ClusterEnvironment):
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Whether something else than Lightning starts the ranks."""
+        """Whether another program than Lightning starts the ranks."""
         return True
 
     @property
