@@ -98,7 +98,7 @@ def test_a_run_from_a_marian_model(marian: Path, recipe: list[object], tmp_path:
         assert (folder / name).read_bytes() == (marian / name).read_bytes()
     assert generated(folder) == run("translate", trained, "--beam", 1, text=LINES)[0] != expected
 
-    # The programs of the bundle's README, without this project. The search of model.pt2 is fixed, the others are greedy.
+    # The programs of the bundle's README, without this project. The search of model.pt2 is fixed; others are greedy.
     programs = re.findall(r"```python\n(.*?)```", (tmp_path / "bundle" / "README.md").read_text(), re.DOTALL)
     replaced = {
         'card["beam_size"]': "1",
