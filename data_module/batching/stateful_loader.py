@@ -30,7 +30,7 @@ _COLLECTIVES_END_SECONDS = 0.1
 
 
 class Position(TypedDict):
-    """Where training goes on: the same on every rank, for any number of ranks."""
+    """The position that training resumes from: the same on every rank, for any number of ranks."""
 
     epoch: int
     next_batch: int

@@ -131,8 +131,8 @@ def given_tokenizer(settings: CorpusSettings, earlier: Tokenizer | None = None) 
         earlier: the tokenizer of the run to start from or to resume, if there is one.
 
     Raises:
-        InputError: a tokenizer is not what the settings ask for, or they name another one than that run's; or
-            `corpus.tokenizer` cannot be read or normalizes text.
+        InputError: a tokenizer is not what the settings ask for; or `corpus.tokenizer` is another one than `earlier`,
+            cannot be read, or normalizes text.
     """
     if earlier is not None:
         _check_tokenizer(settings, earlier, "the tokenizer of the run to start from", "start without --init-from")

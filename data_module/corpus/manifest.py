@@ -34,7 +34,7 @@ class SourceFile(TypedDict):
 
 
 class Inputs(TypedDict):
-    """What a corpus is made from, and compared by."""
+    """Settings and source files that a corpus is made from and compared by."""
 
     settings: PlainValues
     """The recipe's `corpus:` section, without the folder and without weights."""
@@ -42,7 +42,7 @@ class Inputs(TypedDict):
 
 
 class Origin(Inputs):
-    """What a corpus was made from, with the commits of remote data sets, which are for information."""
+    """The inputs of a corpus, and for information the commits of remote data sets."""
 
     hub_revisions: dict[str, str]
 

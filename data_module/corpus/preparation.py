@@ -143,7 +143,7 @@ def existing_corpus(settings: CorpusSettings, *, compare_texts: bool) -> Manifes
 
     Args:
         settings: the recipe's `corpus:` section.
-        compare_texts: read all texts, if they are available here, to see that they are those of the corpus.
+        compare_texts: read all texts, if they are available here, to check that the corpus was made from them.
 
     Raises:
         InputError: the folder is no corpus, or the corpus is truncated or was made from other inputs or settings.

@@ -227,7 +227,7 @@ def given_model(arguments: argparse.Namespace, recipe: Recipe) -> Path:
     corpus = Path(theirs["folder"])
     if is_corpus(corpus) and read_manifest(corpus)["tokenizer"]["sha256"] != model.tokenizer.sha256:
         raise InputError(
-            f"{option} {file}: has another vocabulary than {corpus}, which was prepared anew after it was trained; give"
+            f"{option} {file}: has another vocabulary than {corpus}, which was prepared again after its training; give"
             " a model of that corpus, or move the corpus away"
         )
     return file

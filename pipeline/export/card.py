@@ -1,4 +1,4 @@
-"""What a bundle says about itself: `card.json`, the README, and the model card of its `huggingface/` folder.
+"""A bundle's descriptions of itself: `card.json`, the README, and the model card of its `huggingface/` folder.
 
 The pages are made from the files in `templates/`. A line `<!-- name -->` of a template begins a block, which ends at
 the next such line. A page consists of the blocks that it needs, with values in place of `$name`, as in

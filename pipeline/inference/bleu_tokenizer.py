@@ -31,7 +31,7 @@ class Choice(NamedTuple):
     tokenizer: str
     """A name that sacreBLEU knows, such as 13a."""
     note: str | None
-    """What the user should know about it, in one line."""
+    """One line about the choice for the user; None if the choice is as expected."""
 
 
 def language_code(language: str) -> str:

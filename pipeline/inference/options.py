@@ -1,7 +1,7 @@
 """Options of a search: settings in place of the recipe's, sampling, and prefixes of source sentences.
 
-A model of several languages or domains is told which one to write by the first word of the source sentence, its prefix;
-see `data_module.settings.TextSource.prefix`.
+The first word of a source sentence, its prefix, tells a model of several languages or domains which one to write; see
+`data_module.settings.TextSource.prefix`.
 """
 
 import argparse

@@ -190,7 +190,7 @@ class Shards:
             lock.close()
             return False
         self._locks[shard] = lock
-        if path.exists() or self._output.exists():  # Shards are removed once the output is there.
+        if path.exists() or self._output.exists():  # Shards are removed once the output exists.
             self._release(shard)
             return False
         return True
@@ -209,7 +209,7 @@ class Shards:
                 left -= 1
                 yield line
             if left:
-                raise InputError(f"{self._source}: has become shorter; give the text that it was, or another --output")
+                raise InputError(f"{self._source}: has become shorter; restore the text, or give another --output")
             shard += 1
             if shard == len(self._names) or not self._take(shard):
                 return

@@ -35,7 +35,7 @@ def score_text(arguments: argparse.Namespace, pairs: Iterator[Pair], total: int 
     """Score pairs and print the result of each.
 
     Args:
-        arguments: those of `score`.
+        arguments: the arguments of `score`.
         pairs: the pairs.
         total: their number, if it is known.
 

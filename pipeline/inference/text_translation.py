@@ -30,7 +30,7 @@ def translate_text(arguments: argparse.Namespace, options: SearchOptions, stream
     """Translate until the input ends, and return the exit code: 1 if memory ran out or a process has failed.
 
     Args:
-        arguments: those of `translate`.
+        arguments: the arguments of `translate`.
         options: options of the search.
         stream: the text.
     """

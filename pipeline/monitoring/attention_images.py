@@ -128,8 +128,8 @@ def draw_matrix(title: str, values: NDArray[np.float32], row_axis: str, column_a
     Args:
         title: printed above the matrix.
         values: [rows, columns], from -1 (red) over 0 (white) to 1 (blue).
-        row_axis: what a row is.
-        column_axis: what a column is.
+        row_axis: label of the rows' axis.
+        column_axis: label of the columns' axis.
     """
     figure = _figure(3 * len(values) + 90, 720)
     axes = figure.add_axes((0.1, 30 / figure.bbox.height, 0.88, 1 - 80 / figure.bbox.height))

@@ -255,7 +255,7 @@ class Rendezvous:
             token, places = find_token(self.start, self._folders), ", ".join(map(str, self._folders))
             return token, [] if token else [f"it has left no file .ranks-{self.start} of this user's in {places}"]
         if not agent.check([_RANK_0]):
-            return None, ["it has told torchrun's agent no port"]
+            return None, ["it has posted no port to torchrun's agent"]
         # The port may be that of an earlier start's rank 0: it is closed, and the next attempt asks again.
         token, self.ports = json.loads(agent.get(_RANK_0))
         return token, []

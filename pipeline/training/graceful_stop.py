@@ -179,7 +179,7 @@ def is_collective_error(error: BaseException) -> bool:
 class GracefulStop(Callback):
     """Save a checkpoint and raise Stopped on all ranks after the same step.
 
-    It has to be the last callback: what it saves includes the effects of all others.
+    It has to be the last callback, so that its checkpoint includes the effects of all others.
     """
 
     def __init__(self, checkpoints: CheckpointCallback, timeout_seconds: int, max_seconds: float | None = None) -> None:

@@ -21,7 +21,7 @@ def prepare_and_report(settings: CorpusSettings, tokenizer: Tokenizer | None, fo
 
 
 def print_new_corpus(recipe: Recipe, init_from: Path | None, force: bool) -> None:
-    """Do what the command `prepare` does with a recipe that has no mistake.
+    """Run the command `prepare` with a recipe that has been checked.
 
     Args:
         recipe: the recipe.

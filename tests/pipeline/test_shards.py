@@ -207,7 +207,7 @@ def test_files_that_do_not_add_up(start: Callable[..., Shards], tmp_path: Path, 
 def test_a_text_that_becomes_shorter(start: Callable[..., Shards], tmp_path: Path) -> None:
     shards = start()
     (tmp_path / "text").write_text("line\n" * 6)
-    with pytest.raises(InputError, match=r"text: has become shorter; give the text that it was"):
+    with pytest.raises(InputError, match=r"text: has become shorter; restore the text, or give"):
         finish(shards)
     assert not (tmp_path / "output").exists()
 
