@@ -248,9 +248,6 @@ def score(
     scores: PlainValues = {}
     for name, metric in _usable(tokenizer, requested, more).items():
         scores |= _with_interval(name, metric, hypotheses, [references, *more])
-        if name == "bleu":
-            lowercase = Bleu(lowercase=True, tokenize=tokenizer)
-            scores |= _with_interval("bleu_lowercase", lowercase, hypotheses, [references, *more])
     return scores
 
 
@@ -341,9 +338,11 @@ def compare(
 
 
 def _usable(tokenizer: str, requested: Iterable[str], more: Sequence[list[str]]) -> dict[str, Metric]:
-    """Return the metrics that can be computed with these further references."""
+    """Return the metrics that can be computed with these further references, and `bleu_lowercase` behind `bleu`."""
     left_out = of_one_reference(requested) if more else []
-    return {name: metric for name, metric in metrics_on(tokenizer, requested).items() if name not in left_out}
+    chosen = {name: metric for name, metric in metrics_on(tokenizer, requested).items() if name not in left_out}
+    lowercase = Bleu(lowercase=True, tokenize=tokenizer)
+    return {"bleu": chosen["bleu"], "bleu_lowercase": lowercase, **chosen}
 
 
 def _compared(name: str, metric: "Metric | _Mean", this: NDArray[np.number], other: NDArray[np.number]) -> PlainValues:
@@ -408,8 +407,11 @@ def reference_warnings(references: list[str], hypotheses: list[str]) -> list[str
     if 2 * tokenized > punctuated and not are_characters(references):
         messages.append("look tokenized: scores on them do not compare; give them detokenized")
     # Translations of a model of text without capitals, such as phonemes, have none either.
-    if _looks_lower_cased(references) and not _looks_lower_cased(hypotheses):
-        messages.append("look lower-cased: bleu counts case; give them as they were written, or read bleu_lowercase")
+    match [_looks_lower_cased(lines) for lines in (references, hypotheses)]:
+        case [True, False]:
+            messages.append("look lower-cased: bleu counts case; give them as they were written, or read bleu_lowercase")
+        case [False, True]:
+            messages.append("have capitals, and the translations none: read bleu_lowercase, or give them lower-cased")
     return messages
 
 

@@ -156,6 +156,14 @@ def test_reference_warnings(references: list[str], words: list[str]) -> None:
     assert all(word in message for word, message in zip(words, messages, strict=True))
 
 
+def test_capitals_that_the_translations_lack_are_named() -> None:
+    lower = [line.lower() for line in REFERENCES]
+    [message] = reference_warnings(REFERENCES, lower)
+    assert message.startswith("have capitals, and the translations none: read bleu_lowercase")
+    assert reference_warnings(lower, lower) == []
+    assert compare(lower, REFERENCES, REFERENCES)["bleu_lowercase_difference"] == 0
+
+
 def test_references_in_another_normal_form_are_named() -> None:
     composed, decomposed, plain = ["Un caf\xe9."], ["Un cafe\u0301."], ["Un the."]
     for references, hypotheses, form in ((decomposed, composed, "nfc"), (composed, decomposed, "nfd")):
