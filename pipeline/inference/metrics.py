@@ -409,7 +409,7 @@ def reference_warnings(references: list[str], hypotheses: list[str]) -> list[str
     # Translations of a model of text without capitals, such as phonemes, have none either.
     match [_looks_lower_cased(lines) for lines in (references, hypotheses)]:
         case [True, False]:
-            messages.append("look lower-cased: bleu counts case; give them as they were written, or read bleu_lowercase")
+            messages.append("look lower-cased: bleu counts case; give the original text, or read bleu_lowercase")
         case [False, True]:
             messages.append("have capitals, and the translations none: read bleu_lowercase, or give them lower-cased")
     return messages
