@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from data_module.errors import InputError
+from data_module.errors import IN_CLONE, InputError
 
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Step numbers from here on are SLURM's own: the batch script and the shell of salloc."""
@@ -269,7 +269,7 @@ def versions() -> dict[str, str | None]:
     packages = ("torch", "lightning", "sentencepiece", "sacrebleu", "numpy")
     here = Path(__file__).resolve().parent
     revision = None
-    if shutil.which("git"):
+    if IN_CLONE and shutil.which("git"):  # The environment of a wheel may lie within another project's clone.
         describe = ["git", "-C", str(here), "describe", "--always", "--dirty"]
         revision = subprocess.run(describe, capture_output=True, encoding="utf-8", check=False).stdout.strip() or None
     return {

@@ -247,6 +247,8 @@ def test_the_revision_is_the_commit_of_the_code(tmp_path: Path, monkeypatch: pyt
     git("init", "--quiet")
     git("commit", "--quiet", "--allow-empty", "--message", "Begin")
     assert versions()["revision"] == git("rev-parse", "--short", "HEAD")
+    monkeypatch.setattr(launch, "IN_CLONE", False)
+    assert versions()["revision"] is None
 
 
 MAY_CHANGE = {
