@@ -69,9 +69,9 @@ class BpeDropout:
     """BPE-dropout (Provilkov, Emelianenko and Voita 2020): the probability of leaving out a merge, for each side."""
 
     source: float = 0.0
-    """Probability that a merge of source text is left out; the paper uses 0.1, and 0.6 for Chinese and Japanese."""
+    """Probability of leaving out a merge of source text; Provilkov et al. use 0.1, and 0.6 for Chinese and Japanese."""
     target: float = 0.0
-    """Likewise for target text."""
+    """Probability of leaving out a merge of target text."""
 
     def __post_init__(self) -> None:
         for side in ("source", "target"):
@@ -99,11 +99,11 @@ class NoiseSettings:
     web_address: float = 0.0
     """Put the same web address at matching places of both sides."""
     email_address: float = 0.0
-    """Likewise an e-mail address."""
+    """Put the same e-mail address at matching places of both sides."""
     number: float = 0.0
-    """Likewise a number, a time, a date or a telephone number."""
+    """Put the same number, time, date or telephone number at matching places of both sides."""
     emoji: float = 0.0
-    """Likewise one to three emoji. The tokenizer has to know them: set `corpus.byte_fallback`."""
+    """Put the same one to three emoji there. The tokenizer has to know them: set `corpus.byte_fallback`."""
 
     def __post_init__(self) -> None:
         for kind in fields(self):
@@ -133,7 +133,7 @@ class CorpusSettings:
     test: list[TextSource] = field(default_factory=list)
     """Text for the final evaluation. Training text is compared with it; it is not part of the corpus."""
     source_language: str = "source"
-    """The name of the source language in a data set; likewise `target_language`."""
+    """Name of the source language in a data set."""
     target_language: str = "target"
     """Name of the target language in a data set. BLEU and `evaluate --paper` tokenize by it, and exports name it."""
     vocabulary_size: int = 37_000
@@ -141,7 +141,7 @@ class CorpusSettings:
     tokenizer: PathText | None = None
     """A run, a bundle or a sentencepiece model whose vocabulary is used; if null, one is learned from the text."""
     tokenizer_sentences: int = 10_000_000
-    """The tokenizer is trained on at most this many training sentences, a seeded sample."""
+    """Maximum number of training sentences, a seeded sample, that the vocabulary is learned from."""
     character_coverage: float = 1.0
     """Fraction of the training text whose characters get a piece of their own, from 0.98 to 1."""
     byte_fallback: bool = False
@@ -153,9 +153,9 @@ class CorpusSettings:
     lowercase: bool = False
     """Lower-case both sides in the tokenizer, so that output and scores are lower-case too."""
     max_tokens: int = 256
-    """Pairs with more pieces than this on either side are dropped, also from validation (with a warning)."""
+    """Drop pairs with more pieces than this on either side, also from validation text (with a warning)."""
     max_length_ratio: float | None = None
-    """Training pairs whose lengths in pieces differ by more than this factor are dropped."""
+    """Drop training pairs whose lengths in pieces differ by more than this factor."""
     drop_invalid_utf8: bool = False
     """Drop pairs with invalid UTF-8. If false, invalid UTF-8 is an error that names the file and line."""
     drop_duplicates: bool = False

@@ -36,7 +36,7 @@ class NetworkSettings:
     d_v: int | None = None
     """Size of a head's values. If null, d_model / num_heads."""
     dropout: float = 0.1
-    """Applied to sub-layer outputs and to the sums of embeddings and positions (section 5.4)."""
+    """Dropout of sub-layer outputs and of the sums of embeddings and positions (section 5.4)."""
     attention_dropout: float = 0.0
     """Dropout of attention weights. The paper has none."""
     activation_dropout: float = 0.0
@@ -50,7 +50,7 @@ class NetworkSettings:
     norm: str = "layer_norm"
     """`layer_norm`, or a name registered in `model.layers.NORMS`."""
     activation: str = "relu"
-    """Of the feed-forward networks: `relu`, `swish`, or a name registered in `model.layers.ACTIVATIONS`."""
+    """`relu`, `swish`, or a name registered in `model.layers.ACTIVATIONS`, for the feed-forward networks."""
     self_attention: str = "dot_product"
     """`dot_product` (section 3.2.1), or a name registered in `model.layers.SELF_ATTENTIONS`."""
     output_bias: bool = False
@@ -128,11 +128,11 @@ class TrainingSettings:
     label_smoothing: float = 0.1
     """Probability that label smoothing spreads evenly over all pieces (section 5.4)."""
     r_drop_alpha: float = 0.0
-    """Weight of R-Drop's divergence between two passes with other dropout (Liang et al. 2021); 0 for a single pass."""
+    """Weight of R-Drop's divergence between two passes with different dropout (Liang et al. 2021); 0: a single pass."""
     schedule: str = "paper"
     """`paper`, `inverse_sqrt`, `linear`, `cosine`, or a name registered in `model.optimization.SCHEDULES`."""
     peak_learning_rate: float | None = None
-    """Learning rate at the end of the warm-up. The paper's follows from d_model, so `paper` takes none."""
+    """Learning rate at the end of the warm-up. Not for `paper`, whose peak follows from d_model and `warmup_steps`."""
     warmup_steps: int = 4000
     """Number of steps for which the learning rate rises."""
     learning_rate_factor: float = 1.0
@@ -202,9 +202,9 @@ class DecodingSettings:
     length_penalty: float = 0.6
     """alpha in ((5 + length) / 6) ** alpha, Wu et al. 2016."""
     max_extra_tokens: int = 50
-    """An answer has at most the number of its source's tokens plus this many tokens."""
+    """Maximum number of tokens that a translation has more than its source."""
     stop_rule: str = "exact"
-    """When the search of a sentence stops. `exact`: no open hypothesis can win. `first`: beam_size have ended."""
+    """When a search stops. `exact`: no open hypothesis can win. `first`: `beam_size` hypotheses have ended."""
 
     def __post_init__(self) -> None:
         if self.stop_rule not in STOP_RULES:

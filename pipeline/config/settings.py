@@ -22,7 +22,7 @@ class RunSettings:
     """Where a run is written, what it keeps, when it stops early."""
 
     folder: PathText | None = None
-    """`runs/<recipe's name>` if null."""
+    """Folder that `fit` writes the run to. If null, `runs/<recipe's name>`."""
     seed: int = 1
     """Seed of initial weights, dropout and the order of training data. It may not change on resume."""
     checkpoint_every_steps: int | None = 1000
@@ -41,17 +41,17 @@ class RunSettings:
     metrics: list[Literal["ter", "chrf2++"]] = field(default_factory=list)
     """Further metrics of validation and `evaluate`, as sacreBLEU computes them: ter, chrf2++."""
     patience: int | None = None
-    """Stop after this many validations without a better score of `best_by`; never if null."""
+    """Stop after this many validations without a better score of `best_by`. If null, never."""
     bleu_tokenizer: Literal["13a", "intl", "char", "zh", "ja-mecab", "ko-mecab"] | None = None
-    """sacreBLEU's tokenizer; by `corpus.target_language` if null. A resumed run keeps the one it began with."""
+    """sacreBLEU's tokenizer. If null, that of `corpus.target_language`. A resumed run keeps the one it began with."""
     log_every_steps: int = 50
     """Optimizer steps between logged points of training metrics."""
     compile: bool | None = None
-    """Train with torch.compile; if null, where it can be: on a GPU, but not with plain attention. The first start then
-    takes a few minutes."""
+    """Train with torch.compile. If null, where this is possible: on a GPU, but not with plain attention. The first
+    start then takes a few minutes."""
     kernels: Literal["triton", "pytorch"] | None = None
-    """Kernels of attention and the loss: triton for the project's own on a GPU, which no GPU has run yet. If null,
-    PyTorch's on a GPU, and on a CPU the project's own in C++, where they can run; pytorch excludes these too."""
+    """Kernels of attention and the loss. `triton`: the project's Triton kernels, which no GPU has run yet. If null:
+    PyTorch's on a GPU, and on a CPU the project's C++ programs, where they can run. `pytorch`: PyTorch's everywhere."""
     timeout_seconds: int = 600
     """How long a rank waits for another one before it ends with an error that names it."""
 

@@ -80,7 +80,8 @@ def _type(annotation: ast.expr) -> str:
     if isinstance(annotation, ast.Subscript):
         inner = annotation.slice
         if isinstance(annotation.value, ast.Name) and annotation.value.id == "list":
-            return f"list of {'text source' if 'TextSource' in ast.unparse(inner) else _type(inner)}s"
+            kind = _type(inner)
+            return f"list of {'text sources' if 'TextSource' in kind else kind if '`' in kind else f'{kind}s'}"
         options = inner.elts if isinstance(inner, ast.Tuple) else [inner]
         return ", ".join(f"`{ast.literal_eval(option)}`" for option in options)
     return _KINDS.get(ast.unparse(annotation), ast.unparse(annotation))
