@@ -1,6 +1,6 @@
 """Attention over a packed micro-batch: sentences end to end in a row, in which each token attends to its own only.
 
-Shapes: R query tokens and M key tokens of a row, H heads, K d_k, V d_v; P cells of padded groups.
+Shapes: R query and M key tokens, whichever side they are from; H heads, K d_k, V d_v; P cells of padded groups.
 
 `Segments` describe the sentences of one attention. Two kinds of implementation read them. A kernel gets their offsets:
 PyTorch's variable-length flash attention on a GPU (`FLASH_ATTENTION`), Triton's, or the compiled one on a CPU. Plain

@@ -165,11 +165,11 @@ class Transformer(nn.Module):
         target: tuple[Tensor, Tensor],
         segments: tuple[Segments, Segments, Segments],
     ) -> Tensor:
-        """Run encoder and decoder over a packed micro-batch: sentences are packed into rows without padding.
+        """Run encoder and decoder over a packed micro-batch: a row of source and a row of target sentences.
 
         Args:
-            source: ids and positions [R] of the source tokens of all rows.
-            target: ids and positions [M] of the target tokens; each sentence begins with the begin symbol.
+            source: ids and positions [R] of the source row.
+            target: ids and positions [M] of the target row; each sentence begins with the begin symbol.
             segments: which tokens attend to which in the encoder, in the decoder's self-attention and in its
                 cross-attention.
 
