@@ -191,5 +191,5 @@ def test_a_record_of_another_vocabulary_is_refused(run: Path, recipe: dict[str, 
     tokenizer.save(tmp_path / "tokenizer.model")
     assert Tokenizer.load(tmp_path / "tokenizer.model").seen == tokenizer.seen
     (tmp_path / "tokenizer.seen").write_bytes(b"\3" * 25)
-    with pytest.raises(InputError, match=r"tokenizer\.model: has 26 pieces, and the record .* 25; copy or create both"):
+    with pytest.raises(InputError, match=r"tokenizer\.model: has 26 pieces, but its file .* 25; copy or create both"):
         Tokenizer.load(tmp_path / "tokenizer.model")
