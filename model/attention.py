@@ -146,8 +146,8 @@ class SelfAttention(Attention):
             keys: the cache [B, H, slots, K]; see `append`.
             values: the cache [B, H, slots, V].
             start: number of slots in use.
-            bias: [B, 1, N, start + N], 0 at the slots on the path of each token, its own included. They are in the
-                order of their positions, one for each, so that the number of slots on the path up to a slot is that
+            bias: [B, 1, N, start + N], 0 at the slots on the path of each token (`decoding.py`), its own included. A
+                path has one slot for each position, in order, so that the number of its slots up to a slot is that
                 slot's position plus one. None if all slots are on all paths.
 
         Returns:

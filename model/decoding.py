@@ -72,7 +72,7 @@ class Answers(NamedTuple):
     log_probabilities: Tensor
     """float32."""
     ends: Tensor
-    """int64: position * N + the hypothesis that the end symbol was appended to."""
+    """int64: position * beam_size + the hypothesis that the end symbol was appended to."""
     counts: Tensor
     """int64 [B], number of hypotheses that have ended."""
 
@@ -85,8 +85,8 @@ class _Text(NamedTuple):
     offsets: Tensor
     """int64 [T], the index into `history` of the sentence's position 0."""
     history: Tensor
-    """int64 [sum of limits, N]: for each sentence, position and hypothesis, the hypothesis that it continues and the
-    token that it adds, as parent * V + token."""
+    """int64 [sum of limits, beam_size]: for each sentence, position and hypothesis, the hypothesis that it continues
+    and the token that it adds, as parent * V + token."""
     uniforms: Tensor | None
     """float64 [sum of limits, 3], random numbers for each sentence and position; None without sampling."""
     target_prefix: Tensor | None
@@ -455,7 +455,7 @@ class BeamSearch(nn.Module):
         """Decode until no sentence is open. Writes `text.history` and `results` in place."""
         beam_size, device, uniforms = options.beam_size, source.device, text.uniforms
         # Each check makes the host wait for a GPU. There, sentences take part in some steps after they have finished,
-        # which does no harm: by the exact rule nothing better can come, and by the first `_select` adds no answer.
+        # which does no harm: by the rule "exact" nothing better comes, and by "first" `_select` adds none.
         steps_between_checks = 1 if device.type == "cpu" else 8
         own_slots = torch.eye(beam_size, dtype=torch.bool, device=device)
         batch, cache = self._begin(text, source, source_mask, options)

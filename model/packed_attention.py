@@ -53,7 +53,7 @@ AttentionFunction = Callable[[list[Tensor], Segments, int, int, float], Tensor]
 
 
 class Attention(NamedTuple):
-    """An implementation of attention over packed rows."""
+    """An implementation of attention over packed rows; the module of this name is in `attention.py`."""
 
     name: str
     function: AttentionFunction | None
@@ -69,7 +69,7 @@ class PaddedSide(NamedTuple):
 
     tokens: Tensor
     """int64 [P + 1], the token of each cell. A cell after a sentence's end has the sentence's last token. The last
-    cell belongs to no group and stands for all tokens of no sentence."""
+    cell belongs to no group: it is the cell of all padding of the row."""
     cells: Tensor
     """int64 [R], the cell of each token."""
     is_filler: Tensor
@@ -230,7 +230,7 @@ def attend_in_groups(
 
 
 class _Move(torch.autograd.Function):
-    """Select rows of x: those of `index`. The gradient of row i is that of row `inverse[i]` of the result, or zero."""
+    """Select the rows `index` of x. Row i gets the gradient of row `inverse[i]`, or 0 where `has_no_gradient`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, has_no_gradient: Tensor | None) -> Tensor:
@@ -289,7 +289,7 @@ def _padded_side(
     tokens.append(offsets.new_zeros(1))
     is_filler.append(torch.ones(1, dtype=torch.bool, device=offsets.device))
     token, filler = torch.cat(tokens).long(), torch.cat(is_filler)
-    # Cells after a sentence's end write to a place after the row.
+    # Cells after a sentence's end write to an entry after the row, which is cut off.
     numbers = torch.arange(len(token), device=offsets.device)
     cells = numbers.new_full((num_tokens + 1,), len(token) - 1)
     cells.scatter_(0, token.masked_fill(filler, num_tokens), numbers)

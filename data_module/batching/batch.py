@@ -43,8 +43,8 @@ class PackedBatch:
 
     Shapes: R is the length of the source row and M that of the target row. Sentences lie end to end, the longest first,
     and padding follows them: its id and label are the padding symbol, and nothing depends on it. Padding is divided
-    into segments that are not longer than the longest sentence; the number of segments is constant, and so are R and M
-    if `RowShape.constant`.
+    into segments that are not longer than the corpus's longest sentence; the number of segments is constant, and so are
+    R and M if `RowShape.constant`.
     """
 
     source: Tensor
@@ -171,7 +171,7 @@ def collate(
 
     Args:
         corpus: the training corpus.
-        rows: the pairs of each micro-batch; see `rank_rows`.
+        rows: the pairs of each micro-batch, as indices into the corpus.
         special: ids of the padding, begin and end symbols.
         shape: shape and layout of micro-batches.
         num_target_tokens: see `RankBatch`, like the following arguments.

@@ -20,7 +20,7 @@ MIN_PADDING_TOKENS = 16
 _EVEN_COST_LENGTH = 1024
 """The sentence length at which attention, which grows with its square, costs about as much as everything else."""
 _CANDIDATES = 4
-"""A pair may go to any of this many parts of about the same cost."""
+"""A pair may go to any of this many parts, the micro-batches of all ranks, of about the same cost."""
 _BUNDLES, _SINGLES = 16, 48
 """Of how many bundles of pairs and of how many single pairs a part consists, if it would have more pairs than these."""
 
