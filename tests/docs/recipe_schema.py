@@ -21,7 +21,7 @@ from model.optimization import OPTIMIZERS, SCHEDULES
 from model.settings import NetworkSettings, TrainingSettings
 from pipeline.config.recipe import Recipe
 from pipeline.config.recipe_files import SCHEMA
-from pipeline.config.settings import TRAINER_KEYS, validate_trainer_keys
+from pipeline.config.settings import LIKELIHOOD, TRAINER_KEYS, RunSettings, validate_trainer_keys
 from tests.conftest import ROOT
 
 FILE = ROOT / "configs" / SCHEMA
@@ -43,6 +43,7 @@ _NEUTRAL: dict[type, dict[str, Any]] = {
     TextSource: {"tsv": "text"},
     NetworkSettings: {"d_k": 1, "d_v": 1},
     TrainingSettings: {"schedule": "registered elsewhere", "optimizer": "registered elsewhere"},
+    RunSettings: {"best_by": LIKELIHOOD},
 }
 """Values with which any value of another key is allowed, unless it is out of that key's own range."""
 

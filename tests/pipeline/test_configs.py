@@ -75,7 +75,8 @@ def test_loads(path: Path) -> None:
     assert recipe.trainer["max_steps"] > 0
     if path.stem not in ("demo", "your_text"):
         own = path.relative_to(ROOT)
-        assert any(f"{command} {own}" in path.read_text() for command in ("fit --config", "slurm/train.sbatch"))
+        commands = ("fit --config", "slurm/train.sbatch", "synthesize back-translation --config")
+        assert any(f"{command} {own}" in path.read_text() for command in commands)
 
 
 def test_parameters_covers_every_recipe_of_wmt14() -> None:
