@@ -70,6 +70,16 @@ need_recipe() {
     exit 2
 }
 
+# Exit unless MIN_NODES is empty or a number of nodes that the job has. A requeued job can have fewer than before.
+need_nodes() {
+    local restarts=${SLURM_RESTART_COUNT:-0}
+    [[ -n ${MIN_NODES:-} ]] || return 0
+    [[ $MIN_NODES =~ $NUMBER && $MIN_NODES != 0* && ($MIN_NODES -le $SLURM_NNODES || $restarts -gt 0) ]] && return
+    say "MIN_NODES is '$MIN_NODES' and the job has $SLURM_NNODES nodes; set it to a number from 1 to $SLURM_NNODES, leave" \
+        "it empty, or request more nodes"
+    exit 2
+}
+
 # Run a pipeline command on all tasks and return its exit code. If one task fails, srun ends all of them.
 # A signal interrupts `wait`; the command handles signals itself, so wait again until it has ended.
 step() {
@@ -146,9 +156,10 @@ stage() {
 # Start or resume training a recipe, then exit: train RECIPE [ARGUMENT ...]
 train() {
     need_recipe train "$@"
+    need_nodes
     TASKS_PER_NODE=${SLURM_NTASKS_PER_NODE:-1}
     count_from_here
-    export MISTAKE_FILE FAILURES_FILE MIN_NODES
+    export MISTAKE_FILE FAILURES_FILE
     # Where PyTorch dumps a rank's last collectives when NCCL hangs. The other defaults of its watchdog are right.
     export TORCH_FR_DUMP_TEMP_FILE=$PWD/nccl-$SLURM_JOB_ID-rank-
 
@@ -197,7 +208,6 @@ go_on() {
 # to be requeued instead.
 restart_here() {
     local code=$1 host left state needed=${MIN_NODES:-$SLURM_NNODES}
-    [[ $needed =~ $NUMBER ]] || return 1 # `doctor` has not come to say so
     # A requeued job can have fewer nodes than before.
     [[ $needed -le $SLURM_NNODES ]] || needed=$SLURM_NNODES
     ! asked_to_stop "$code" || return 1

@@ -33,10 +33,6 @@ FAILURES_FILE = "FAILURES_FILE"
 RESTARTS_IN_JOB = "RESTARTS_IN_JOB"
 """Environment variable: how often the job script has started the step again since SLURM last started the job."""
 
-MIN_NODES = "MIN_NODES"
-"""Environment variable: a failed job with fewer nodes than this is requeued by its script; empty: all nodes."""
-
-
 LOOPBACK = "127.0.0.1"
 """Address to which only processes of this machine can connect."""
 
@@ -165,19 +161,6 @@ def main_ports(environment: Mapping[str, str] = os.environ) -> list[int]:
     if not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise InputError(f"MASTER_PORT '{port}' is not a port; export a number up to 65535, or unset it")
     return [int(port)]
-
-
-def min_nodes_mistake(job: JobStep, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the mistake in MIN_NODES and what to do; None if there is none."""
-    value = environment.get(MIN_NODES, "")
-    if not value:
-        return None
-    way_out = f"set it to a number from 1 to {job.num_nodes} or leave it empty, in slurm/train.sbatch"
-    if re.fullmatch(r"[1-9]\d*", value) is None:
-        return f"MIN_NODES '{value}' is not a number of nodes; {way_out}"
-    if int(value) > job.num_nodes and not job.restarts:  # A requeued job can have fewer nodes.
-        return f"MIN_NODES is {value} and the job has {job.num_nodes} nodes; {way_out}, or request more nodes"
-    return None
 
 
 def node_name(environment: Mapping[str, str] = os.environ) -> str:

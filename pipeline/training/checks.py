@@ -33,7 +33,7 @@ from pipeline.runtime.devices import (
     processors_note,
     sees_own_gpu_only,
 )
-from pipeline.runtime.launch import JobStep, min_nodes_mistake
+from pipeline.runtime.launch import JobStep
 from pipeline.training.build import build_data, refuse_optimizer
 from pipeline.training.recipe_checks import CheckResult, Report
 from pipeline.training.start import Plan, choose_bleu_tokenizer
@@ -44,7 +44,7 @@ SUPPORTED = {"Python": ("3.11", "3.14"), "torch": ("2.11", "2.14"), "lightning":
 
 
 def check_machine(job: JobStep | None = None) -> Iterator[CheckResult]:
-    """Check versions and devices; in a job step, also its GPUs and its number of nodes."""
+    """Check versions and devices; in a job step, also its GPUs."""
     for name, (first, end) in SUPPORTED.items():
         found = platform.python_version() if name == "Python" else version(name)
         # A vendor's build may call itself 2.11.0a0+..., which is before 2.11.
@@ -64,9 +64,9 @@ def check_machine(job: JobStep | None = None) -> Iterator[CheckResult]:
     if (note := processors_note(job)) is not None:
         yield CheckResult(True, note, is_warning=True)
     if job is not None:
-        mistakes = (gpus_mistake(job, visible), min_nodes_mistake(job))
-        yield from (CheckResult(False, mistake) for mistake in mistakes if mistake)
-        if mistakes[0] is None and sees_own_gpu_only(job, visible):
+        if (mistake := gpus_mistake(job, visible)) is not None:
+            yield CheckResult(False, mistake)
+        elif sees_own_gpu_only(job, visible):
             yield CheckResult(True, ONE_GPU_NOTE, is_warning=True)
 
 

@@ -206,7 +206,7 @@ def test_what_becomes_of_a_task_that_translates(
     assert (done.code, done.requeued, done.failures) == (code, requeued, failures), done.log
 
 
-@pytest.mark.parametrize(("needed", "goes_on"), [("1", True), ("", False), ("2", False), ("x[$(touch ran)]", False)])
+@pytest.mark.parametrize(("needed", "goes_on"), [("1", True), ("", False), ("2", False)])
 def test_a_job_goes_on_with_the_nodes_that_answer(needed: str, goes_on: bool, tmp_path: Path) -> None:
     two = {"SLURM_NNODES": "2", "HOSTS": "n1,n2", "SILENT": "n2", "MIN_NODES": needed, "SLURM_GPUS": "16"}
     watched = "until grep --quiet gres=none $NOTES/steps; do sleep 0.05; done"
@@ -215,15 +215,27 @@ def test_a_job_goes_on_with_the_nodes_that_answer(needed: str, goes_on: bool, tm
     assert steps[0] == "--ntasks=4 --overlap --kill-on-bad-exit=1"
     assert steps[1:] == ["--ntasks=2 --overlap --nodes=1 --nodelist=n1 --kill-on-bad-exit=1"] * goes_on, done.log
     assert (done.code, done.requeued) == ((0, "") if goes_on else (1, "requeue 7"))
-    assert not (tmp_path / "ran").exists()
     # What asks a node, watches the first one, or starts again has not the GPUs of all nodes.
     whole = [step for step in done.steps if step.endswith("of 16 GPUs")]
     assert [step.rpartition(" --config")[0].rpartition(" ")[2] for step in whole] == ["doctor", "fit"]
     watch = "--overlap --gres=none --nodes=1 --ntasks=1 --nodelist=n2 "
     assert sum(step.startswith(watch) for step in done.steps) == 1
     ended = tmp_path / "notes" / "scancel"
-    if needed != "x[$(touch ran)]":
-        assert ended.read_text() == "--signal=KILL 7.0\n--signal=KILL 7.3\n"
+    assert ended.read_text() == "--signal=KILL 7.0\n--signal=KILL 7.3\n"
+
+
+@pytest.mark.parametrize("needed", ["0", "4", "08", "two", "x[$(touch ran)]"])
+def test_a_number_of_nodes_that_the_job_does_not_have_is_refused(needed: str, tmp_path: Path) -> None:
+    """Before anything is run; a requeued job may have fewer nodes than it needs."""
+    three = {"SLURM_NNODES": "3", "HOSTS": "n1,n2,n3", "MIN_NODES": needed}
+    done = job(tmp_path, "train", "one.yaml", environment=three)
+    assert (done.code, done.requeued, done.steps) == (2, "", [])
+    assert f"MIN_NODES is '{needed}' and the job has 3 nodes; set it to a number from 1 to 3, leave it" in done.log
+    assert not (tmp_path / "ran").exists()
+    if needed == "4":
+        (again := tmp_path / "again").mkdir()
+        requeued = three | {"SLURM_RESTART_COUNT": "1", "JOBS": "7 7 1"}
+        assert job(again, "train", "one.yaml", environment=requeued).code == 0
 
 
 @pytest.mark.parametrize(

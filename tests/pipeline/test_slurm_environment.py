@@ -9,7 +9,6 @@ import socket
 import subprocess
 import termios
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from pipeline.runtime.launch import (
     current_step,
     main_address,
     main_ports,
-    min_nodes_mistake,
     node_name,
     report_mistake_to_script,
 )
@@ -95,27 +93,6 @@ def test_the_port_of_a_job() -> None:
     for wrong in ("none", "0", "65536", "-1"):
         with pytest.raises(InputError, match=rf"^MASTER_PORT '{wrong}' is not a port"):
             main_ports({"SLURM_JOB_ID": "7", "MASTER_PORT": wrong})
-
-
-@pytest.mark.parametrize(
-    ("value", "mistake"),
-    [
-        ("", None),
-        ("1", None),
-        ("4", "MIN_NODES is 4 and the job has 3 nodes; set it to a number from 1 to 3 or leave it empty"),
-        ("0", "MIN_NODES '0' is not a number of nodes; set it to a number from 1 to 3"),
-        ("two", "MIN_NODES 'two' is not a number"),
-    ],
-)
-def test_min_nodes(value: str, mistake: str | None) -> None:
-    step = current_step(TASK)
-    assert step is not None
-    found = min_nodes_mistake(step, {"MIN_NODES": value})
-    assert found is None if mistake is None else found is not None and found.startswith(mistake)
-    assert min_nodes_mistake(step, {}) is None
-    # A requeued job may have fewer nodes than it needs.
-    again = min_nodes_mistake(replace(step, restarts=1), {"MIN_NODES": value})
-    assert again == (None if value == "4" else found)
 
 
 def test_files_for_the_jobs_script(tmp_path: Path) -> None:
