@@ -178,17 +178,24 @@ def pipeline(*arguments: object, text: str | bytes | None = None, **options: Any
         return subprocess.CompletedProcess(process.args, process.wait(), stdout.read(), stderr.read())
 
 
-def refusal(*arguments: object) -> str:
-    """Run a command in this process. It must end with exit code 2, one line of error and no output; return the line."""
+def run_here(*arguments: object, code: int = 0) -> tuple[str, str]:
+    """Run a command in this process. It must end with this exit code; return its output and its messages."""
     from pipeline.__main__ import main
 
     stdout, stderr = StringIO(), StringIO()
     with redirect_stdout(stdout), redirect_stderr(stderr):
-        code = main(list(map(str, arguments)))
-    assert (code, stdout.getvalue()) == (2, ""), stderr.getvalue()
+        found = main(list(map(str, arguments)))
+    assert found == code, stderr.getvalue()
     assert "Traceback" not in stderr.getvalue()
-    assert "usage" not in stderr.getvalue()
-    [line] = [line for line in stderr.getvalue().splitlines() if line.startswith("error: ")]
+    return stdout.getvalue(), stderr.getvalue()
+
+
+def refusal(*arguments: object) -> str:
+    """Run a command in this process. It must end with exit code 2, one line of error and no output; return the line."""
+    stdout, stderr = run_here(*arguments, code=2)
+    assert stdout == ""
+    assert "usage" not in stderr
+    [line] = [line for line in stderr.splitlines() if line.startswith("error: ")]
     return line
 
 
@@ -212,8 +219,7 @@ def trained_run(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def bundle(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The trained run's export as TorchScript."""
     folder = tmp_path_factory.mktemp("export") / "bundle"
-    done = pipeline("export", trained_run, folder, "--format", "torchscript")
-    assert done.returncode == 0, done.stderr.decode()
+    run_here("export", trained_run, folder, "--format", "torchscript")
     return folder
 
 

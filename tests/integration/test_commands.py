@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, pipeline, refusal
+from tests.conftest import ROOT, pipeline, refusal, run_here
 
 
 def test_missing_packages_are_reported() -> None:
@@ -24,13 +24,12 @@ def test_missing_packages_are_reported() -> None:
         assert done.stderr.count("\n") == 1
 
 
-def test_doctor_in_a_job_of_one_task(recipe_file: Path) -> None:
+def test_doctor_in_a_job_of_one_task(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The job has one task, the recipe two devices, which count for nothing."""
     job = {"JOB_ID": "7", "STEP_ID": "0", "PROCID": "0", "LOCALID": "0", "NTASKS": "1", "STEP_TASKS_PER_NODE": "1"}
-    environment = {f"SLURM_{name}": value for name, value in job.items()}
-    done = pipeline("doctor", "--config", recipe_file, "--trainer.devices", 2, environment=environment)
-    assert done.returncode == 0, done.stdout
-    assert b"share the CPU" not in done.stdout
+    for name, value in job.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert "share the CPU" not in run_here("doctor", recipe_file, "--trainer.devices", 2)[0]
 
 
 def test_doctor_in_a_job_of_two_tasks_describes_the_backend_once(recipe_file: Path) -> None:
@@ -62,24 +61,22 @@ def test_evaluate_against_another_checkpoint_with_the_papers_bleu(
     source, reference = (tiny_corpus.parent / f"validation.{side}" for side in ("source", "target"))
     other = trained_run / "checkpoints" / "step=00000080.ckpt"
     command = ["evaluate", trained_run, "--source", source, "--reference", reference, "--beam", 1]
-    done = pipeline(*command, "--paper", "--versus", other)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.decode().splitlines()
+    printed, said = run_here(*command, "--paper", "--versus", other)
+    lines = printed.splitlines()
     scores = json.loads(lines[-1])
     assert scores["versus"]["checkpoint"] == str(other)
     # The difference is to the other checkpoint's own BLEU, and a line of text names the checkpoint.
-    other_evaluation = pipeline("evaluate", other, "--source", source, "--reference", reference, "--beam", 1)
-    other_scores = json.loads(other_evaluation.stdout.decode().splitlines()[-1])
+    other_scores = json.loads(run_here("evaluate", other, *command[2:])[0].splitlines()[-1])
     assert scores["versus"]["bleu"] == other_scores["bleu"]
     assert scores["versus"]["bleu_difference"] == pytest.approx(scores["bleu"] - other_scores["bleu"], abs=1e-3)
     assert any(str(other) in line and "paired bootstrap" in line for line in lines)
     # The paper's BLEU has its own name and signature beside sacreBLEU's.
     assert scores["bleu_paper_signature"] != scores["bleu_signature"]
-    scores = ["bleu", "bleu_lowercase", "chrf", "exact_match", "bleu_paper", "bleu_moses_lowercase"]
-    assert [line.split()[0] for line in lines[: len(scores)]] == scores
+    names = ["bleu", "bleu_lowercase", "chrf", "exact_match", "bleu_paper", "bleu_moses_lowercase"]
+    assert [line.split()[0] for line in lines[: len(names)]] == names
     assert "bleu_paper" not in other_scores
     # The translations are in lower case, too.
-    assert "look lower-cased" not in done.stderr.decode()
+    assert "look lower-cased" not in said
 
 
 def test_errors_of_the_command_line(trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,6 +86,7 @@ def test_errors_of_the_command_line(trained_run: Path, tmp_path: Path, monkeypat
     nothing = (tmp_path / "nothing").open("w+")
     monkeypatch.setattr(sys, "stdin", nothing)
     assert "'translat' is not a command" in refusal("translat")
+    assert "the following arguments are required: --config" in refusal("fit", "--fresh")
     assert "no such checkpoint" in refusal("translate", tmp_path / "none.ckpt")
     assert "--reference: is missing; give" in refusal("evaluate", trained_run, "--source", tmp_path)
     assert "--source: is missing; give" in refusal("evaluate", trained_run, "--reference", tmp_path)

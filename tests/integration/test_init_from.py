@@ -12,7 +12,7 @@ from data_module.errors import InputError
 from model.settings import NetworkSettings
 from pipeline.config.recipe import load_recipe
 from pipeline.training.start import load_initial_weights
-from tests.conftest import pipeline
+from tests.conftest import refusal, run_here
 
 REFUSED: dict[str, dict[str, Any]] = {
     "num_layers": {"num_layers": 2},
@@ -35,13 +35,6 @@ ACCEPTED = {"dropout": 0.3, "attention_dropout": 0.1, "activation_dropout": 0.1,
 """Settings that change neither the weights of the parent's network nor what they compute."""
 
 
-def fit(recipe: Path, *arguments: object, should_fail: bool = False) -> str:
-    done = pipeline("fit", "--config", recipe, *arguments)
-    stderr = done.stderr.decode()
-    assert done.returncode == (2 if should_fail else 0), stderr
-    return stderr
-
-
 def contents(run: Path, step: int) -> dict:
     return torch.load(run / "checkpoints" / f"step={step:08d}.ckpt", weights_only=True)
 
@@ -55,40 +48,35 @@ def test_starts_from_the_weights_and_the_tokenizer_of_another_run(
     start = ["--run.folder", child, *corpus, "--init-from", parent / "checkpoints" / "step=00000240.ckpt"]
 
     # With a learning rate of 0, a step does not change the weights.
-    stderr = fit(recipe_file, *start, "--trainer.max_steps", 1, "--training.learning_rate_factor", 0)
-    assert "starting from the weights and the tokenizer of" in stderr
+    still = ["--training.learning_rate_factor", 0, "--trainer.max_steps"]
+    _, said = run_here("fit", recipe_file, *start, *still, 1)
+    assert "starting from the weights and the tokenizer of" in said
     before, after = contents(parent, 240), contents(child, 1)
-    assert before["global_step"] == 240
-    assert after["global_step"] == 1
+    assert (before["global_step"], after["global_step"]) == (240, 1)
     assert all(torch.equal(weight, after["state_dict"][name]) for name, weight in before["state_dict"].items())
     assert torch.equal(before["translation"]["tokenizer"], after["translation"]["tokenizer"])
     assert (tmp_path / "other" / "tokenizer.model").read_bytes() == (parent / "tokenizer.model").read_bytes()
-
-    report = pipeline("doctor", "--config", recipe_file, "--run.folder", tmp_path / "none", *start[2:])
-    assert report.returncode == 0, report.stdout
-    assert b"starts from the weights of" in report.stdout
+    report, _ = run_here("doctor", recipe_file, "--run.folder", tmp_path / "none", *start[2:])
+    assert "starts from the weights of" in report
 
     # The same command again, as a requeued job runs it, resumes.
-    stderr = fit(recipe_file, *start, "--trainer.max_steps", 2, "--training.learning_rate_factor", 0)
-    assert "resuming from" in stderr
-    assert "resuming this run; --init-from is ignored" in stderr
-    assert "starting from" not in stderr
+    _, said = run_here("fit", recipe_file, *start, *still, 2)
+    assert "resuming from" in said
+    assert "resuming this run; --init-from is ignored" in said
+    assert "starting from" not in said
 
     # If the corpus has been removed, fit prepares it again with the run's vocabulary.
     shutil.rmtree(tmp_path / "other")
-    options = ["--trainer.max_steps", 3, "--training.learning_rate_factor", 0]
-    report = pipeline("doctor", "--config", recipe_file, *start[:-2], *options)
-    assert report.returncode == 0
-    assert b"pairs are few" not in report.stdout
-    assert "resuming from" in fit(recipe_file, *start[:-2], *options)
+    again = [recipe_file, *start[:-2], *still, 3]
+    assert "pairs are few" not in run_here("doctor", *again)[0]
+    assert "resuming from" in run_here("fit", *again)[1]
     assert (tmp_path / "other" / "tokenizer.model").read_bytes() == (parent / "tokenizer.model").read_bytes()
 
     # A corpus that was prepared without --init-from has a vocabulary that does not match the run's weights.
-    assert pipeline("prepare", "--config", recipe_file, *corpus, "--force").returncode == 0
-    refusal = f"{tmp_path / 'other'}: has another vocabulary than the run in {child}; name another corpus.folder"
-    assert refusal in fit(recipe_file, *start[:-2], *options, should_fail=True)
-    report = pipeline("doctor", "--config", recipe_file, *start[:-2], *options)
-    assert f"WRONG {refusal}" in report.stdout.decode()
+    run_here("prepare", recipe_file, *corpus, "--force")
+    wrong = f"{tmp_path / 'other'}: has another vocabulary than the run in {child}; name another corpus.folder"
+    assert wrong in refusal("fit", *again)
+    assert f"WRONG {wrong}" in run_here("doctor", *again, code=1)[0]
     assert len(list((child / "checkpoints").glob("step=*"))) == 3
 
 
@@ -112,11 +100,9 @@ def test_a_corpus_of_another_vocabulary_is_refused(recipe_file: Path, trained_ru
     child = tmp_path / "child"
     start = ["--run.folder", child, "--init-from", trained_run]
     other = ["--corpus.folder", tmp_path / "other", "--corpus.vocabulary_size", 90]
-    assert pipeline("prepare", "--config", recipe_file, *other).returncode == 0
-    stderr = fit(recipe_file, *start, *other, should_fail=True)
-    assert stderr.count("\n") == 1
-    assert f"has another vocabulary than {trained_run}" in stderr
+    run_here("prepare", recipe_file, *other)
+    assert f"has another vocabulary than {trained_run}" in refusal("fit", recipe_file, *start, *other)
     shutil.rmtree(tmp_path / "other")
-    assert pipeline("prepare", "--config", recipe_file, *other, "--init-from", trained_run).returncode == 0
+    run_here("prepare", recipe_file, *other, "--init-from", trained_run)
     assert (tmp_path / "other" / "tokenizer.model").read_bytes() == (trained_run / "tokenizer.model").read_bytes()
     assert not child.exists()

@@ -12,15 +12,15 @@ import pytest
 import torch
 import yaml
 
-from tests.conftest import pipeline, sentences
+from tests.conftest import pipeline, refusal, sentences
 from tests.pipeline.marian_folder import NETWORK, load, target_text
 
 LINES = [">>de<< the dog", "the\u00a0dog Ä ☃", *sentences(30, seed=7)]
 
 
-def run(*arguments: object, text: list[str] | None = None, code: int = 0) -> tuple[list[str], str]:
+def run(*arguments: object, text: list[str] | None = None) -> tuple[list[str], str]:
     done = pipeline(*arguments, text="".join(line + "\n" for line in text) if text else None)
-    assert done.returncode == code, done.stderr.decode()
+    assert done.returncode == 0, done.stderr.decode()
     return done.stdout.decode().splitlines(), done.stderr.decode()
 
 
@@ -131,17 +131,13 @@ def test_a_run_from_a_marian_model(marian: Path, recipe: list[object], tmp_path:
 
 def test_other_networks_are_refused(marian: Path, recipe: list[object], tmp_path: Path) -> None:
     wide = ["--network.d_ff", 80, "--network.num_heads", 4, "--network.pre_norm", "true"]
-    _, said = run("fit", *recipe, *wide, "--init-from", marian, code=2)
-    assert said.count("\n") == 1
+    said = refusal("fit", *recipe, *wide, "--init-from", marian)
     for words in ("network.d_ff 32 there, 80 here", "network.num_heads 2 there, 4 here", "network.pre_norm False"):
         assert words in said
     assert "activation" not in said
-    _, said = run("fit", *recipe, "--corpus.bpe_dropout.source", 0.1, "--init-from", marian, code=2)
+    said = refusal("fit", *recipe, "--corpus.bpe_dropout.source", 0.1, "--init-from", marian)
     assert "corpus.bpe_dropout: the tokenizer of the run to start from is no byte-pair encoding" in said
-    assert said.count("\n") == 1
     broken = shutil.copytree(marian, tmp_path / "broken")
     (broken / "model.safetensors").unlink()
-    _, said = run("fit", *recipe, "--init-from", broken, code=2)
-    assert said.count("\n") == 1
-    assert f"{broken / 'model.safetensors'}: is missing" in said
+    assert f"{broken / 'model.safetensors'}: is missing" in refusal("fit", *recipe, "--init-from", broken)
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""Mistakes that new users make: `doctor` and `fit` find the same ones, and each is one line with the way out."""
+"""Mistakes that new users make, and what the first commands print."""
 
 import json
 import shutil
@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from torch.utils.data import DataLoader
 
@@ -17,7 +18,7 @@ from pipeline.config.recipe import load_recipe
 from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.launch import JobStep
 from pipeline.training.doctor import Question, check_fit
-from tests.conftest import pipeline, tiny_recipe
+from tests.conftest import run_here, tiny_recipe
 
 
 @pytest.fixture
@@ -32,44 +33,10 @@ def place(tiny_corpus: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def refusal(place: Path, *options: object) -> str:
-    """Return the line with which `fit` refuses, after checking that `doctor` finds the same."""
-    done = pipeline("fit", "--config", place / "mine.yaml", *options)
-    assert done.returncode == 2, done.stderr
-    [line] = done.stderr.decode().splitlines()
-    report = pipeline("doctor", "--config", place / "mine.yaml", *options)
-    assert report.returncode == 1
-    line = line.removeprefix("error: ")
-    wrong = [one for one in report.stdout.decode().splitlines() if one.startswith("WRONG ")]
-    assert wrong[0] == f"WRONG {line}"
-    assert report.stderr == b""
-    return line
-
-
-def test_another_vocabulary_is_refused_before_anything_is_prepared(place: Path) -> None:
-    """The advice does not lead into a second refusal."""
-    assert pipeline("fit", "--config", place / "mine.yaml").returncode == 0
-    line = refusal(place, "--corpus.vocabulary_size", 50)
-    assert line == (
-        f"{place / 'run'}: contains a run of another recipe: corpus.vocabulary_size was 60, now 50; change it back"
-        f" to resume that run (its recipe is {place / 'run' / 'config.yaml'}), or give another run.folder and another"
-        " corpus.folder, or --fresh and another corpus.folder to remove that run"
-    )
-    other = ["--corpus.vocabulary_size", 50, "--corpus.folder", place / "other"]
-    assert refusal(place, *other).endswith("or give another run.folder, or --fresh to remove that run")
-    assert not (place / "other").exists()
-    again = pipeline("fit", "--config", place / "run" / "config.yaml")
-    assert again.returncode == 0
-    assert "finished at step 4" in again.stderr.decode()
-    done = pipeline("fit", "--config", place / "mine.yaml", *other, "--run.folder", place / "second")
-    assert done.returncode == 0, done.stderr
-
-
 def test_what_prepare_prints(place: Path) -> None:
     """The numbers in one short line; the rest is in the folder."""
-    done = pipeline("prepare", place / "mine.yaml")
+    [line] = run_here("prepare", place / "mine.yaml")[0].splitlines()
     manifest = json.loads((place / "corpus" / "manifest.json").read_text())
-    [line] = done.stdout.decode().splitlines()
     assert len(line) < 300 + len(str(place))
     numbers = json.loads(line)
     assert numbers["folder"] == str(place / "corpus")
@@ -78,12 +45,6 @@ def test_what_prepare_prints(place: Path) -> None:
     assert numbers["train"]["pairs_read"] == numbers["train"]["pairs_kept"] == len(lines)
     for split in ("train", "validation"):
         assert numbers[split].items() <= manifest[split].items()
-
-
-def test_a_recipe_that_is_missing_is_asked_for() -> None:
-    done = pipeline("fit", "--fresh")
-    assert done.returncode == 2
-    assert b"error: the following arguments are required: --config" in done.stderr
 
 
 def test_ranks_do_not_wait_for_text_to_be_read(place: Path) -> None:
@@ -99,29 +60,29 @@ def test_ranks_do_not_wait_for_text_to_be_read(place: Path) -> None:
     assert f"text {place / 'train.target'}" in found[2]
 
 
-def test_few_pairs_are_named_by_doctor_and_fit(place: Path) -> None:
-    warning = b"corpus.train: 300 pairs are few: "
-    assert b"note  " + warning in pipeline("doctor", place / "mine.yaml").stdout
-    assert warning in pipeline("fit", place / "mine.yaml").stderr
-    assert warning not in pipeline("fit", place / "mine.yaml").stderr
+def test_few_pairs_are_named_by_doctor_and_fit(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    warning = "corpus.train: 300 pairs are few: "
+    assert f"note  {warning}" in run_here("doctor", place / "mine.yaml")[0]
+    for is_prepared in (False, True):
+        caplog.clear()
+        run_here("fit", place / "mine.yaml")
+        assert any(line.startswith(warning) for line in caplog.messages) is not is_prepared
 
 
-def test_a_vocabulary_that_the_text_does_not_allow(place: Path) -> None:
-    """`doctor` and `fit` name the largest one that works, and nothing else to set."""
-    line = refusal(place, "--corpus.vocabulary_size", 3000)
-    assert line.startswith("command line: corpus.vocabulary_size: 3000 pieces are more than the training text allows; ")
-    assert not (place / "corpus").exists()
-    largest = int(line.rpartition(" ")[2])
-    settings = load_recipe([place / "mine.yaml"], ["--corpus.vocabulary_size", str(largest + 1)]).corpus
+def test_the_largest_vocabulary_that_the_text_allows(place: Path) -> None:
+    """It is named, and can be prepared."""
+    settings = load_recipe([place / "mine.yaml"]).corpus
     checked = check_text(settings)
+    with pytest.raises(InputError, match=r"the largest that works is \d+$") as refused:
+        check_vocabulary_size(replace(settings, vocabulary_size=3000), checked)
+    largest = int(str(refused.value).rpartition(" ")[2])
+    settings = replace(settings, vocabulary_size=largest + 1)
     with pytest.raises(InputError, match=f"the largest that works is {largest}$"):
         check_vocabulary_size(settings, checked)
     checked.found["train"][0].characters.update(map(chr, range(0x4E00, 0x4E00 + 500)))
     with pytest.raises(InputError, match=r"too small for the text's 5\d\d distinct characters"):
         check_vocabulary_size(settings, checked)
-    options = ["--corpus.vocabulary_size", largest, "--trainer.max_steps", 2]
-    for command in ("doctor", "fit"):
-        assert pipeline(command, place / "mine.yaml", *options).returncode == 0
+    run_here("prepare", place / "mine.yaml", "--corpus.vocabulary_size", largest)
 
 
 def test_torch_says_nothing_about_many_loader_processes() -> None:
@@ -137,22 +98,8 @@ def test_torch_says_nothing_about_many_loader_processes() -> None:
 
 def test_cpu_processes_chosen_as_devices(place: Path) -> None:
     """A recipe that names the CPU wants them; on a machine without a GPU, the others probably do not."""
-    import torch
-
-    options = ["--trainer.devices", 3, "--trainer.accelerator", "auto"]
-    report = pipeline("doctor", place / "mine.yaml", *options).stdout.decode()
+    command = ["doctor", place / "mine.yaml", "--trainer.devices", 3]
     warning = "note  trainer.devices 3: torch finds no GPU, so 3 processes share the CPU; "
-    assert (warning in report) == (not torch.cuda.is_available())
-    assert warning not in pipeline("doctor", place / "mine.yaml", "--trainer.devices", 3).stdout.decode()
-
-
-def test_a_rate_that_decays_to_the_last_step(place: Path) -> None:
-    """The last step stays as it is when the run is resumed."""
-    linear = ["--training.schedule", "linear", "--training.peak_learning_rate", 0.01, "--training.warmup_steps", 2]
-    run = ["fit", "--config", place / "mine.yaml", *linear]
-    assert pipeline(*run).returncode == 0
-    change = "trainer.max_steps was 4, now 8, where training.schedule linear ends; change it back to resume"
-    assert change in refusal(place, *linear, "--trainer.max_steps", 8)
-    again = pipeline(*run)
-    assert again.returncode == 0
-    assert "finished at step 4, where training.schedule linear ends, or use --fresh" in again.stderr.decode()
+    assert warning not in run_here(*command)[0]
+    if not torch.cuda.is_available():
+        assert warning in run_here(*command, "--trainer.accelerator", "auto")[0]

@@ -127,25 +127,15 @@ def test_text_with_spaces_has_no_warning(lines: list[str]) -> None:
 
 
 @pytest.mark.parametrize("tokenizer", TEXTS)
-def test_scores_intervals_and_signatures_are_sacrebleus(tokenizer: str) -> None:
-    """The resamples and their precision are the same, in each language."""
+def test_scores_and_signatures_are_sacrebleus(tokenizer: str) -> None:
+    """In validation too, where batches add up, and in a comparison; test_metrics.py compares intervals."""
     hypotheses, references = sides(tokenizer)
     figures = score(hypotheses, references, tokenizer)
-    metrics = {"bleu": sacrebleu.BLEU(tokenize=tokenizer), "chrf": sacrebleu.CHRF()}
-    metrics["bleu_lowercase"] = sacrebleu.BLEU(tokenize=tokenizer, lowercase=True)
-    for name, theirs in metrics.items():
-        expected = theirs.corpus_score(hypotheses, [references], n_bootstrap=1000)
-        assert figures[name] == round(expected.score, 4)
-        for sign, bound in zip((-1, 1), figures[f"{name}_interval"], strict=True):
-            assert bound == pytest.approx(expected._mean + sign * expected._ci, abs=1e-4)
-        assert figures[f"{name}_signature"] == str(theirs.get_signature())
+    bleu = sacrebleu.BLEU(tokenize=tokenizer)
+    expected = bleu.corpus_score(hypotheses, [references])
+    lower = sacrebleu.BLEU(tokenize=tokenizer, lowercase=True).corpus_score(hypotheses, [references])
+    assert (figures["bleu"], figures["bleu_lowercase"]) == (round(expected.score, 4), round(lower.score, 4))
     assert f"|tok:{tokenizer}" in figures["bleu_signature"]
-
-
-@pytest.mark.parametrize("tokenizer", ["13a", "ja-mecab"])
-def test_validation_and_comparison_have_the_same_score(tokenizer: str) -> None:
-    hypotheses, references = sides(tokenizer)
-    expected = sacrebleu.corpus_bleu(hypotheses, [references], tokenize=tokenizer)
     metric = ValidationMetrics(tokenizer)
     for start in range(0, len(hypotheses), 7):
         part = slice(start, start + 7)
@@ -153,22 +143,17 @@ def test_validation_and_comparison_have_the_same_score(tokenizer: str) -> None:
         metric.update(hypotheses[part], references[part], [[5]] * count, [3] * count)
     scores = metric.compute()
     assert scores["validation/bleu"] == pytest.approx(expected.score)
-    assert scores["validation/chrf"] == pytest.approx(sacrebleu.corpus_chrf(hypotheses, [references]).score)
     assert scores["validation/length_ratio"] == pytest.approx(expected.sys_len / expected.ref_len)
-    assert f"|tok:{tokenizer}" in metric.signatures()
-    versus = compare(references, hypotheses, references, tokenizer)
-    assert versus["bleu"] == pytest.approx(expected.score, abs=1e-4)
-    assert versus["bleu_difference"] == pytest.approx(100 - expected.score, abs=1e-4)
+    assert str(bleu.get_signature()) in metric.signatures()
+    assert compare(references, hypotheses, references, tokenizer)["bleu"] == pytest.approx(expected.score, abs=1e-4)
 
 
-@pytest.mark.parametrize("language", ["de", "en", "cs", "de_DE", "DE", "target"])
-def test_the_papers_count_of_languages_that_it_was_made_for(language: str) -> None:
+def test_the_papers_count_is_of_languages_that_it_was_made_for() -> None:
     hypotheses, references = sides("13a")
-    require_moses_language(language)
-    assert paper_score(hypotheses[:3], references[:3], language)["bleu_paper"] > 0
-
-
-@pytest.mark.parametrize("language", ["ja", "zh_CN", "ko", "th"])
-def test_the_papers_count_refuses_other_languages(language: str) -> None:
-    with pytest.raises(InputError, match=f"^--paper: .* not made for corpus.target_language {language}, only for ca"):
+    for language in ("de", "en", "cs", "de_DE", "DE", "target"):
         require_moses_language(language)
+    assert paper_score(hypotheses[:3], references[:3], "target")["bleu_paper"] > 0
+    for language in ("ja", "zh_CN", "ko", "th"):
+        only = f"^--paper: .* not made for corpus.target_language {language}, only for ca"
+        with pytest.raises(InputError, match=only):
+            require_moses_language(language)

@@ -1,6 +1,6 @@
 """Which packages a command imports before it does its work: most of a short command's time is spent importing.
 
-Each command runs in an interpreter of its own. No time is measured.
+Commands run one after another in an interpreter of their own. No time is measured.
 """
 
 import inspect
@@ -22,26 +22,27 @@ SLOW = ("torch", "torch._dynamo", "lightning", "sympy", "triton", "sacrebleu", "
 RUN = """
 import json, sys
 from pipeline.__main__ import main
-try:
-    code = main(sys.argv[2:])
-except SystemExit as end:
-    code = end.code
-print(json.dumps([code, sorted(set(json.loads(sys.argv[1])) & set(sys.modules))]), file=sys.stderr)
+for words in json.loads(sys.argv[2]):
+    try:
+        code = main(words)
+    except SystemExit as end:
+        code = end.code
+    print(json.dumps([code, sorted(set(json.loads(sys.argv[1])) & set(sys.modules))]), file=sys.stderr)
 """
 
 
-def imported(*arguments: object, text: str = "") -> tuple[int, set[str]]:
-    """Run a command; return its exit code and which of the packages SLOW it has imported."""
+def imported(*commands: list[object], text: str = "") -> list[tuple[int, set[str]]]:
+    """Run commands; return the exit code of each, and which of the packages SLOW are imported after it."""
     done = subprocess.run(
-        [sys.executable, "-c", RUN, json.dumps(SLOW), *map(str, arguments)],
+        [sys.executable, "-c", RUN, json.dumps(SLOW), json.dumps([[*map(str, words)] for words in commands])],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         input=text,
         capture_output=True,
         text=True,
         check=False,
     )
-    code, names = json.loads(done.stderr.splitlines()[-1])
-    return code, set(names)
+    found = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("[")]
+    return [(code, set(names)) for code, names in found]
 
 
 @pytest.fixture
@@ -49,52 +50,33 @@ def recipe(tiny_corpus: Path, tmp_path: Path) -> dict[str, Any]:
     return tiny_recipe(tiny_corpus.parent) | {"name": "tiny"}
 
 
-def write(folder: Path, recipe: dict[str, Any]) -> Path:
-    path = folder / "tiny.yaml"
-    path.write_text(yaml.safe_dump(recipe))
-    return path
-
-
-@pytest.mark.parametrize("mistake", ["corpus.nokey", "trainer.nokey", "trainer.max_steps", "text"])
-def test_fit_refuses_a_recipe_before_anything_slow_is_imported(
-    mistake: str, recipe: dict[str, Any], tmp_path: Path
-) -> None:
-    if mistake == "text":
-        recipe["corpus"] |= {"folder": str(tmp_path / "new"), "train": {"source": "no.en", "target": "no.de"}}
-    else:
-        section, key = mistake.split(".")
-        recipe[section][key] = "many"
-    assert imported("fit", "--config", write(tmp_path, recipe)) == (2, set())
-
-
-def test_fit_refuses_the_run_of_another_recipe_before_torch_is_imported(
-    recipe: dict[str, Any], trained_run: Path, tmp_path: Path
-) -> None:
-    recipe["network"]["d_ff"] = 64
-    path = write(tmp_path, recipe)
-    assert imported("fit", "--config", path, "--run.folder", trained_run) == (2, set())
+def test_refusals_and_help_import_nothing_slow(recipe: dict[str, Any], trained_run: Path, tmp_path: Path) -> None:
+    """Mistakes in a recipe, a text that is not there, and the run of another recipe."""
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
+    text = ["--corpus.folder", tmp_path / "new", "--corpus.train", "{source: no.en, target: no.de}"]
+    run = ["--run.folder", trained_run, "--network.d_ff", 64]
+    mistakes: list[list[object]] = [
+        [f"--{key}", "many"] for key in ("corpus.nokey", "trainer.nokey", "trainer.max_steps")
+    ]
+    refused = [["fit", tmp_path / "tiny.yaml", *mistake] for mistake in (*mistakes, text, run)]
+    commands = ["prepare", "fit", "average", "translate", "evaluate", "export", "benchmark", "doctor", "demo", "recipe"]
+    found = imported(*refused, *([command, "--help"] for command in commands))
+    assert found == [(2, set())] * len(refused) + [(0, set())] * len(commands)
 
 
 def test_prepare_needs_only_the_tokenizer(recipe: dict[str, Any], tmp_path: Path) -> None:
     recipe["corpus"]["folder"] = str(tmp_path / "new")
-    assert imported("prepare", "--config", write(tmp_path, recipe)) == (0, {"sentencepiece"})
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
+    assert imported(["prepare", tmp_path / "tiny.yaml"]) == [(0, {"sentencepiece"})]
 
 
-def test_translate_needs_only_torch_and_the_tokenizer(trained_run: Path) -> None:
-    assert imported("translate", trained_run, text="the red dog\n") == (0, {"torch", "sentencepiece"})
-
-
-def test_evaluate_needs_no_lightning(trained_run: Path, tmp_path: Path) -> None:
+def test_translate_and_evaluate_need_no_lightning(trained_run: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("a red dog\n")
     texts = ["--source", tmp_path / "text", "--reference", tmp_path / "text"]
-    assert imported("evaluate", trained_run, *texts) == (0, {"torch", "sentencepiece", "sacrebleu"})
-
-
-@pytest.mark.parametrize(
-    "command", ["prepare", "fit", "average", "translate", "evaluate", "export", "benchmark", "doctor", "demo", "recipe"]
-)
-def test_help_imports_nothing_slow(command: str) -> None:
-    assert imported(command, "--help") == (0, set())
+    assert imported(["translate", trained_run], ["evaluate", trained_run, *texts], text="the red dog\n") == [
+        (0, {"torch", "sentencepiece"}),
+        (0, {"torch", "sentencepiece", "sacrebleu"}),
+    ]
 
 
 def test_importing_the_package_imports_nothing_slow() -> None:

@@ -126,6 +126,12 @@ def another_recipe(place: Place) -> None:
     place.give(network__d_ff=64)
 
 
+def another_vocabulary_size(place: Place) -> None:
+    """Neither the run nor the corpus has it: the way out does not lead into a second refusal."""
+    place.resume()
+    place.give(corpus__vocabulary_size=50)
+
+
 def another_format(place: Place) -> None:
     (place.resume() / "versions.json").write_text('{"format_version": 99}')
 
@@ -170,7 +176,7 @@ MISTAKES: dict[str, tuple[Callable[[Place], None], str]] = {
     "no duration": (trainer(max_time="45"), "trainer.max_time 45 is not a duration; give days:hours:minutes:seconds"),
     "triton": (
         settings(run__kernels="triton"),
-        "run.kernels triton: Triton's attention and loss cannot run: they",
+        "cannot run: they need a GPU; set it to null to train with the compiled attention and loss",
     ),
     "a metric": (settings(run__best_by="exact_mach"), "run.best_by 'exact_mach' is not registered; did you mean"),
     "no such optimizer": (
@@ -197,6 +203,7 @@ MISTAKES: dict[str, tuple[Callable[[Place], None], str]] = {
     "a file": (a_file_in_the_way, "cannot be written (Not a directory); give another run.folder"),
     "a link": (a_link, "metrics.jsonl: is a link, which fit does not follow; remove it"),
     "another recipe": (another_recipe, "contains a run of another recipe: network.d_ff was 32, now 64; change"),
+    "another size": (another_vocabulary_size, "was 60, now 50; change it back to resume that run (its recipe is"),
     "another format": (another_format, "has format 99, and this version reads format 2"),
     "a damaged checkpoint": (a_damaged_checkpoint, "cannot be resumed from (optimizer_states is missing or wrong)"),
     "another vocabulary": (another_vocabulary, "has another vocabulary than the run in"),
