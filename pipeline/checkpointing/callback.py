@@ -35,7 +35,7 @@ from pipeline.runtime.console import say
 from pipeline.runtime.step_clock import StepClock
 
 _COPY_SLACK = 1 << 20
-"""Bytes of a checkpoint's tensors beside weights, moments and tokenizer: step counts, and alignment to 64 bytes."""
+"""Bytes of a checkpoint's tensors beside weights, moments and tokenizer, such as step counts."""
 
 
 class CheckpointCallback(Callback):
@@ -185,7 +185,7 @@ class CheckpointCallback(Callback):
         return {"best_score": self.best_score, "best_step": self._best_step, "temporary_step": self._temporary_step}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reserve the memory that checkpoints are copied to, before the memory of training is measured."""
+        """Find out whether there is room for a copy of a checkpoint, which the memory probe counts."""
         if trainer.is_global_zero:
             size = self._checkpoint_bytes(pl_module) + self._metadata["tokenizer"].nbytes + _COPY_SLACK
             checkpoint_io(trainer).reserve(size, trainer.num_devices)
