@@ -38,8 +38,8 @@ from pipeline.runtime.memory import can_measure_peak, private_memory
 from pipeline.runtime.rank_messages import plain, value_of_each_rank
 from pipeline.runtime.step_clock import OWN, StepClock
 
-ANNOUNCE_AFTER_SECONDS = 10.0
-"""How long after its start a run prints how long it will take."""
+FIRST_LINE_SECONDS = 10.0
+"""How long after its start a run shows the time left, unless it has logged a step by then."""
 MAX_SKIPPED_IN_A_ROW = 20
 """Training ends with an error after this many consecutive steps without a finite gradient."""
 SECONDS_BETWEEN_LINES = 60.0
@@ -80,25 +80,10 @@ class Progress:
         if self._bar is not None:
             self._bar.update(1)
 
-    def announce(self, seconds_per_step: float) -> None:
-        """Print how long the rest of the run will take."""
-        steps, validations = self._last - self._step, self._validations_left()
-        if steps < 1:
-            return
-        known = "without" if self.validation_seconds is None else "with"
-        also = f", {known} {validations:,} validation{'s' if validations > 1 else ''}" if validations else ""
-        left = _duration(self._seconds_left(seconds_per_step))
-        say(f"training: {steps:,} steps of {seconds_per_step:.2g} s take about {left}{also}")
-
     def show(self, metrics: dict[str, str], seconds_per_step: float | None = None) -> None:
-        """Show new values; other metrics keep their last values.
-
-        Args:
-            metrics: values by name.
-            seconds_per_step: to compute the time left; None not to show it.
-        """
+        """Show new values, and the time left if `seconds_per_step` is given; other metrics keep their last values."""
         self._metrics |= metrics
-        left = None if seconds_per_step is None else _duration(self._seconds_left(seconds_per_step))
+        left = None if seconds_per_step is None else self._time_left(seconds_per_step)
         if self._bar is not None:
             if left is not None:
                 self._metrics |= {"left": left}
@@ -109,13 +94,11 @@ class Progress:
             values += [] if left is None else [f"{left} left"]
             say(f"training: step {self._step:,} of {self._last:,}: {', '.join(values)}")
 
-    def _validations_left(self) -> int:
+    def _time_left(self, seconds_per_step: float) -> str:
         every = self._between_validations
-        return 0 if every is None else self._last // every - self._step // every
-
-    def _seconds_left(self, seconds_per_step: float) -> float:
-        validations = self._validations_left() * (self.validation_seconds or 0.0)
-        return (self._last - self._step) * seconds_per_step + validations
+        validations = 0 if every is None else self._last // every - self._step // every
+        seconds = (self._last - self._step) * seconds_per_step + validations * (self.validation_seconds or 0.0)
+        return str(timedelta(seconds=round(seconds)))
 
     def close(self) -> None:
         """Stop updating the bar, and leave it on the screen."""
@@ -123,20 +106,12 @@ class Progress:
             self._bar.close()
 
 
-def _duration(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
-
-
 class TrainingMonitor(Callback):
     """Logs the metrics of training every `every_steps` steps.
 
     Sums over steps and ranks stay on the device and are read when they are logged, since reading waits for the device.
-
-    Args:
-        every_steps: steps between two points of a curve.
-        flops_per_target_token: to compute the MFU; 0 not to log it.
-        backend: this rank's backend, to compare with rank 0's.
-        best_by: `run.best_by`, which is shown beside the progress bar.
+    `flops_per_target_token` are those of the MFU, which is not logged if they are 0. `backend` is this rank's, to
+    compare with rank 0's.
     """
 
     def __init__(
@@ -155,7 +130,7 @@ class TrainingMonitor(Callback):
         self.clock = StepClock()
         self._matmul_rate = 0.0
         self._progress: Progress | None = None
-        self._announce_at = math.inf
+        self._first_line_at = math.inf
         self._validation_started = 0.0
         self._validation_seconds: float | None = None
         self._validated_step = 0
@@ -176,7 +151,7 @@ class TrainingMonitor(Callback):
             validates = trainer.enable_validation and isinstance(every, int)
             self._progress = Progress(trainer.global_step, trainer.max_steps, int(every) if validates else None)
             self._progress.validation_seconds = self._validation_seconds
-            self._announce_at = time.monotonic() + ANNOUNCE_AFTER_SECONDS
+            self._first_line_at = time.monotonic() + FIRST_LINE_SECONDS
         processor = processor_name(pl_module.device.index if pl_module.device.type == "cuda" else None)
         own = RankBackend(node_name(), processor, self._backend.summary(), self._backend.notes)
         ranks = [RankBackend(*theirs) for theirs in plain(value_of_each_rank(own))]
@@ -225,19 +200,14 @@ class TrainingMonitor(Callback):
         self._tokens += batch.num_tokens
         if self._progress is not None:
             self._progress.advance()
-            if time.monotonic() >= self._announce_at:
-                self._announce(self._progress)
+            if time.monotonic() >= self._first_line_at:
+                self.clock.read()
+                if (seconds_per_step := self.clock.median_step_seconds()) is not None:
+                    self._progress.show({}, seconds_per_step)
+                    self._first_line_at = math.inf
         if trainer.global_step % self._every_steps == 0:
             self._log(trainer, outputs, batch)
             self._reset()
-
-    def _announce(self, progress: Progress) -> None:
-        """Print how long the run will take, once enough steps have been timed."""
-        self.clock.read()
-        seconds_per_step = self.clock.median_step_seconds()
-        if seconds_per_step is not None:
-            progress.announce(seconds_per_step)
-            self._announce_at = math.inf
 
     def _log(self, trainer: Trainer, outputs: StepOutputs, batch: RankBatch) -> None:
         assert self._sums is not None
@@ -304,7 +274,7 @@ class TrainingMonitor(Callback):
             "train_perf/step_seconds_data_wait": lap["data_wait"] / self._steps,
             "train_perf/step_seconds_compute": lap["compute"] / self._steps,
         }
-        if (goodput := self._goodput_now()) is not None:
+        if (goodput := self.goodput()) is not None:
             scalars["train_perf/goodput"] = goodput
         if self._ddp is not None:
             scalars["train_perf/step_seconds_communication_wait"] = lap["communication_wait"] / self._steps
@@ -362,9 +332,6 @@ class TrainingMonitor(Callback):
         Steps that were repeated after a failure count once.
         """
         self.clock.read()
-        return self._goodput_now()
-
-    def _goodput_now(self) -> float | None:
         seconds = self.seconds_since_submission()
         return None if seconds is None else self.clock.counted_seconds / seconds
 

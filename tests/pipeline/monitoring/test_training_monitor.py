@@ -46,7 +46,7 @@ def test_tokens_are_those_of_all_ranks_without_padding(
     tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Run the first of two ranks on a corpus whose rows have padding."""
-    monkeypatch.setattr(training_monitor, "ANNOUNCE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(training_monitor, "FIRST_LINE_SECONDS", 0.0)
     quiet_lightning()
     tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
     special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
@@ -77,8 +77,8 @@ def test_tokens_are_those_of_all_ranks_without_padding(
     trainer.fit(module, loader())
     logged = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
     assert [line["step"] for line in logged] == [every, steps]
-    # Announced once, as soon as there are three steps.
-    assert re.findall(r"training: (\d) steps of .* s take about 0:00:\d\d\n", capsys.readouterr().err) == ["3"]
+    # The time left is shown as soon as three steps have been timed, and again at the end.
+    assert re.findall(r"training: step (\d) of 6: .*0:00:\d\d left\n", capsys.readouterr().err) == ["3", "6"]
 
     epoch = Epochs([corpus], batch_tokens=400, seed=1).compute(0)
     shares = list(islice(loader(), steps))
