@@ -117,11 +117,9 @@ class CheckpointCallback(Callback):
     def save(self, trainer: Trainer, stopping: bool = False, best: bool = False) -> None:
         """Save this step's checkpoint and remove those that are neither among the newest nor around the best.
 
-        Args:
-            trainer: the trainer.
-            stopping: a checkpoint between two intervals is temporary: it is for resuming only, and the next one
-                replaces it, so that the checkpoints to average are as far apart as the recipe says.
-            best: save `best.ckpt` as well, from the same copy in memory.
+        With `stopping`, a checkpoint between two intervals is temporary: it is for resuming only, and the next one
+        replaces it, so that the checkpoints to average are as far apart as the recipe says. With `best`, `best.ckpt` is
+        saved as well, from the same copy in memory.
         """
         step, previous = trainer.global_step, self._temporary_step
         # A run that is stopped again during the validation it resumed with may have resumed from a regular checkpoint.
@@ -143,11 +141,8 @@ class CheckpointCallback(Callback):
         This runs in the thread that has written the checkpoint, and only if it was written. If the process is killed
         before, more files are left than are kept, and the call after the next checkpoint removes them.
 
-        Args:
-            saved: step of the checkpoint.
-            best: step of the best validation so far.
-            temporary: `saved`, if the checkpoint is temporary.
-            replaced: steps of temporary checkpoints that it replaces.
+        `saved` is the step of the checkpoint, and `temporary` too if it is temporary; `best` is the step of the best
+        validation so far; `replaced` are the steps of temporary checkpoints that it replaces.
         """
         for step in replaced:
             step_path(self._run, step).unlink(missing_ok=True)

@@ -264,11 +264,7 @@ class NoInitialValues(TorchFunctionMode):
 def average(paths: list[Path], read: Callable[[Path], Checkpoint] = read_checkpoint) -> PlainValues:
     """Return the contents of a checkpoint with the mean weights of several, summed in float64 (section 6.1).
 
-    It has no optimizer state: it is for translating, or for starting another run.
-
-    Args:
-        paths: the checkpoints, the newest last.
-        read: reads one of them.
+    It has no optimizer state: it is for translating, or for starting another run. The newest of `paths` is the last.
 
     Raises InputError when networks or vocabularies differ.
     """

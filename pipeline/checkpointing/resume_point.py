@@ -77,11 +77,7 @@ class ResumePoint:
 
 
 def read_resume_point(path: Path, recipe: Recipe) -> ResumePoint:
-    """Read the checkpoint that the recipe's run resumes from.
-
-    Args:
-        path: the checkpoint.
-        recipe: the recipe; its network inherits settings of the run's network; see `Recipe.inherit_network`.
+    """Read the checkpoint that the recipe's run resumes from; the recipe has inherited settings of the run's network.
 
     Raises InputError as `read_checkpoint` does, and if a value is missing, contradicts the checkpoint's step, or does
     not fit the recipe's network and optimizer.

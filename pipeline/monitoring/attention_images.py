@@ -89,15 +89,10 @@ def draw_attention(
     heads: Sequence[int],
     subject: str,
 ) -> Image.Image:
-    """Draw a heat map for each of the layers and heads.
+    """Draw a heat map for each of the layers and heads, of which there is at least one.
 
-    Args:
-        kind: a key of `AXES`.
-        weights: for each layer, [heads, rows, columns].
-        labels: what `axis_labels` returned.
-        layers: layers to draw, counted from 0; at least one.
-        heads: heads to draw, counted from 0; at least one.
-        subject: text of the title after the kind.
+    `kind` is a key of `AXES`; `weights` are [heads, rows, columns] for each layer; `subject` follows the kind in the
+    title.
     """
     description, rows, columns = AXES[kind]
     title = f"{kind} attention{subject}\n{description}" + (f"\n{labels.note}" if labels.note else "")
@@ -123,14 +118,7 @@ def draw_attention(
 
 
 def draw_matrix(title: str, values: NDArray[np.float32], row_axis: str, column_axis: str) -> Image.Image:
-    """Draw one large matrix with numbered rows.
-
-    Args:
-        title: printed above the matrix.
-        values: [rows, columns], from -1 (red) over 0 (white) to 1 (blue).
-        row_axis: label of the rows' axis.
-        column_axis: label of the columns' axis.
-    """
+    """Draw one large matrix [rows, columns], from -1 (red) over 0 (white) to 1 (blue), with numbered rows."""
     figure = _figure(3 * len(values) + 90, 720)
     axes = figure.add_axes((0.1, 30 / figure.bbox.height, 0.88, 1 - 80 / figure.bbox.height))
     colors = LinearSegmentedColormap.from_list("red to blue", ["#a01414", "white", "#083078"])

@@ -29,15 +29,9 @@ _MAX_POSITIONS = 128
 class AttentionPlots(Callback):
     """Draws the attention of chosen validation pairs, on rank 0.
 
-    Must come after `samples`, which collects the translations, and before `EMA`, which restores the weights.
-
-    Args:
-        settings: which sentences, layers and heads are drawn; `check_training` has checked that layers and heads exist.
-        samples: has the translations of the validation.
-        sources: the validation's source sentences.
-        tokenizer: splits the sentences into pieces.
-        corpus: the training corpus, for the frequencies of pieces.
-        network: the network's shape.
+    Must come after `samples`, which collects the translations of the validation's `sources`, and before `EMA`, which
+    restores the weights. `check_training` has checked that the layers and heads of `settings` exist. The training
+    corpus gives the frequencies of pieces.
     """
 
     def __init__(

@@ -35,16 +35,9 @@ def flops_per_target_token(network: NetworkSettings, vocabulary_size: int, corpu
 
 
 def matmul_rate(device: torch.device, precision: str) -> float:
-    """Measure the rate of a large matrix product, for a fraction of a second.
+    """Return the best rate of a large matrix product, in FLOP/s; 0 if a GPU has no memory left for the measurement.
 
-    Other processes on the same cores slow it down, as they slow down training.
-
-    Args:
-        device: where the model is trained.
-        precision: `trainer.precision`.
-
-    Returns:
-        The best rate in FLOP/s; 0 if a GPU has no memory left for the measurement.
+    Other processes on the same cores slow it down, as they slow down training. `precision` is that of the Trainer.
     """
     dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision, torch.float32)
     try:
@@ -74,11 +67,7 @@ def training_flops(
     and the backward pass needs twice that, because each product has two factors. Causal attention counts as a full
     square. Embeddings (looked up, not multiplied), softmax, norms, dropout and additions are not counted.
 
-    Args:
-        network: the network's settings.
-        vocabulary_size: number of pieces.
-        source: source lengths [pairs].
-        target: target lengths [pairs].
+    `source` and `target` are lengths [pairs].
     """
     s, t = source.astype(np.float64), target.astype(np.float64)
     width, inner = network.d_model, network.d_ff
@@ -124,13 +113,10 @@ class Stragglers:
     """Compares the ranks' own step times, and reports each slow rank once.
 
     A rank's own time does not include waiting for other ranks: with it, all ranks would take equally long.
-
-    Args:
-        nodes: the node of each rank.
     """
 
     def __init__(self, nodes: list[str]) -> None:
-        self._nodes = nodes
+        self._nodes = nodes  # of each rank
         self._reported: set[int] = set()
         self._slow_before: set[int] = set()
         self._steps_before = 0
@@ -141,12 +127,7 @@ class Stragglers:
         self._seconds = [0.0] * len(self._nodes)
 
     def add(self, step_seconds: list[float], steps: int) -> list[str]:
-        """Add an interval of training; return a line for each rank to report.
-
-        Args:
-            step_seconds: each rank's own mean seconds per step.
-            steps: number of steps of the interval.
-        """
+        """Add an interval of `steps`, with each rank's own mean seconds per step; return a line for each slow rank."""
         self._steps += steps
         self._seconds = [total + steps * own for total, own in zip(self._seconds, step_seconds, strict=True)]
         if self._steps < WINDOW_STEPS:

@@ -44,13 +44,9 @@ _MARKUP = re.compile(r"[|*_`\[\]\\~#!{}()<>&\n\r]")
 
 
 class RunLog(Logger):
-    """Lightning logger that writes to a run folder.
+    """Lightning logger that writes to a run folder, on rank 0 only (`writes`).
 
-    Args:
-        run: the run folder.
-        step: the step to continue from; 0 for a new run.
-        writes: whether this rank writes; True on rank 0 only.
-        validation_pending: whether the run continues with this step's validation.
+    The run continues from `step`, 0 for a new run, with that step's validation if `validation_pending`.
     """
 
     def __init__(self, run: Path, step: int, writes: bool, validation_pending: bool = False) -> None:
@@ -230,15 +226,8 @@ def _event_file(folder: Path, first_step: int) -> AppendedFile:
 def _truncate_logs(run: Path, step: int, validation_too: bool) -> None:
     """Remove what was logged after a step, since a run that resumes from the step logs it again.
 
-    The files are ordered by step and are truncated in place, which needs no disk space.
-
-    Args:
-        run: the run folder.
-        step: the last step to keep.
-        validation_too: whether to remove this step's validation as well.
-
-    Raises:
-        OSError: the files cannot be written.
+    The files are ordered by step and are truncated in place, which needs no disk space. With `validation_too`, the
+    validation of the step itself is removed as well.
     """
     for path in sorted((run / EVENTS).glob(f"{EVENT_FILES}*")):
         _truncate(path, lambda data: _end_of_events(data, step, validation_too))
@@ -286,11 +275,7 @@ def _end_of_lines(data: bytes, step: int, validation_too: bool) -> int:
 
 
 def _read_records(data: bytes) -> Iterator[tuple[int, int | None, list[str]]]:
-    """Yield the records of a file, up to the first that is incomplete or invalid.
-
-    Yields:
-        Offset of the record's end, its step (None for a record without a summary) and its tags.
-    """
+    """Yield the end, step (None without a summary) and tags of records, up to the first incomplete or invalid one."""
     start = 0
     while start + _HEADER_BYTES <= len(data):
         (length,) = struct.unpack_from("<Q", data, start)

@@ -250,11 +250,7 @@ class TrainingMonitor(Callback):
             self._progress.show(shown, self.clock.median_step_seconds())
 
     def _compare_ranks(self, own_step_seconds: list[float]) -> dict[str, float]:
-        """Return the curves of the slowest rank, and report slow ranks.
-
-        Args:
-            own_step_seconds: each rank's own seconds per step in the previous interval; 0 if there was none.
-        """
+        """Return the curves of the slowest rank in the previous interval, if there was one, and report slow ranks."""
         if self._stragglers is None or not self._own_steps:
             return {}
         for line in self._stragglers.add(own_step_seconds, self._own_steps):
@@ -336,10 +332,7 @@ class TrainingMonitor(Callback):
         return None if seconds is None else self.clock.counted_seconds / seconds
 
     def seconds_since_submission(self) -> float | None:
-        """Return the time since the run was submitted.
-
-        None if that is less than the time of its steps: the clock is behind that of an earlier start.
-        """
+        """Return the time since the run was submitted; None if an earlier start's clock was ahead of this one's."""
         seconds = time.time() - self.submitted
         return seconds if seconds > self.clock.counted_seconds else None
 

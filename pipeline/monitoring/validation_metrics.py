@@ -1,7 +1,6 @@
 """Quality of validation's translations, from statistics summed over batches and ranks."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torchmetrics
@@ -22,20 +21,16 @@ REPEATED = 4
 class ValidationMetrics(torchmetrics.Metric):
     """Scores of the translations of all ranks, equal to the scores of one process with all of them.
 
-    Args:
-        bleu_tokenizer: sacreBLEU's tokenizer for BLEU.
-        sources: names of the text sources that also get scores of their own; empty for none.
-        requested: see `metrics_on`.
-        kwargs: options of torchmetrics.
+    `sources` are the names of the text sources that also get scores of their own. See `metrics_on` for `requested`.
     """
 
     full_state_update = False
     repeated: Tensor
 
     def __init__(
-        self, bleu_tokenizer: str = DEFAULT, sources: Sequence[str] = (), requested: Sequence[str] = (), **kwargs: Any
+        self, bleu_tokenizer: str = DEFAULT, sources: Sequence[str] = (), requested: Sequence[str] = ()
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__()
         self._sources = sources
         self._metrics = metrics.metrics_on(bleu_tokenizer, requested)
         self.sentence_scores: list[float] = []
@@ -53,14 +48,9 @@ class ValidationMetrics(torchmetrics.Metric):
         source_lengths: list[int],
         source: int = 0,
     ) -> None:
-        """Add translations to the sums.
+        """Add translations, all of one text source (an index into `sources`), to the sums.
 
-        Args:
-            hypotheses: translations.
-            references: their references.
-            pieces: ids of each translation's pieces, without special ones.
-            source_lengths: number of pieces of each source sentence.
-            source: index into `sources` of the text source that all of them come from.
+        `pieces` are the ids of each translation, without special ones; `source_lengths` are in pieces.
         """
         # Sum on the CPU, and move the sums once per update.
         sums = {name: torch.zeros_like(self._sum(name), device="cpu") for name in self._metrics}

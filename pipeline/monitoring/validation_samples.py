@@ -43,15 +43,8 @@ class ValidationSamples(Callback):
     The tables show samples that are spread evenly over the text and the longest sentences, which are the same at each
     validation, and the translations with the lowest chrF. If nothing is translated, there are no scores and tables.
 
-    Args:
-        sources: the validation's source sentences.
-        references: their references, as raw text.
-        tokenizer: turns translations into text.
-        bleu_tokenizer: sacreBLEU's tokenizer for BLEU.
-        text_sources: which pairs come from which text source, to score each source separately too.
-        best_by: `run.best_by`, whose best value so far is logged.
-        translated: the pairs whose sources are translated; all if None.
-        requested: further metrics, see `metrics_on`.
+    With `text_sources`, each source is scored separately too. The best value of `best_by` so far is logged.
+    `translated` are the pairs whose sources are translated, all if None. See `metrics_on` for `requested`.
     """
 
     def __init__(
@@ -81,11 +74,7 @@ class ValidationSamples(Callback):
         self.best_score: float | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that all ranks count the same tokens.
-
-        Raises:
-            InputError: tokenizers differ, because nodes have different packages.
-        """
+        """Raise InputError if ranks count different tokens, because nodes have different packages."""
         names = value_of_each_rank(self._bleu_tokenizer)
         if len(set(names)) > 1:  # All ranks raise the error and end in the same way.
             counted = ", ".join(f"{name} on rank {names.index(name)}" for name in sorted(set(names), key=names.index))

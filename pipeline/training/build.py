@@ -44,8 +44,8 @@ from pipeline.training.trainer import ConnectedDDP, make_trainer
 class RunFolderSetup(Callback):
     """On rank 0, remove what a new start replaces, then write the recipe and the record of this start."""
 
-    def __init__(self, start: Start, backend: Backend) -> None:
-        self._start, self._backend = start, backend
+    def __init__(self, start: Start, backend: Backend, monitor: TrainingMonitor, metadata: RunMetadata) -> None:
+        self._start, self._backend, self._monitor, self._metadata = start, backend, monitor, metadata
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write before the first step."""
@@ -56,12 +56,8 @@ class RunFolderSetup(Callback):
             start.folder.remove_run(start.plan.job)
         start.folder.write_config(start.plan.recipe, start.tokenizer.model)
         log.truncate_after()
-        starts = record_start(log, start.plan.job, self._backend.summary())
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, RunMetadata):
-                callback.starts = starts
-            elif isinstance(callback, TrainingMonitor):
-                callback.submitted = first_submission(starts)
+        self._metadata.starts = record_start(log, start.plan.job, self._backend.summary())
+        self._monitor.submitted = first_submission(self._metadata.starts)
 
 
 class ResumableEarlyStopping(EarlyStopping):
@@ -112,13 +108,7 @@ def refuse_optimizer(recipe: Recipe) -> None:
 
 
 def build_module(recipe: Recipe, tokenizer: Tokenizer, backend: Backend) -> TranslationModule:
-    """Return the LightningModule, its weights initialized by `run.seed`.
-
-    Args:
-        recipe: the recipe.
-        tokenizer: the corpus's; it determines the vocabulary size and the special ids.
-        backend: what `choose_backend` returned.
-    """
+    """Return the LightningModule, its weights initialized by `run.seed`."""
     torch.manual_seed(recipe.run.seed)
     return TranslationModule(
         tokenizer.vocabulary_size,
@@ -134,12 +124,7 @@ def build_module(recipe: Recipe, tokenizer: Tokenizer, backend: Backend) -> Tran
 def build_data(recipe: Recipe, tokenizer: Tokenizer, backend: Backend) -> TranslationDataModule:
     """Return the LightningDataModule over the prepared corpus.
 
-    Args:
-        recipe: the recipe.
-        tokenizer: the corpus's.
-        backend: it decides on the layout of rows.
-
-    Raises InputError where settings do not fit the corpus.
+    Raises InputError where the corpus has longer sentences or fewer validation pairs than the recipe allows for.
     """
     data = TranslationDataModule(
         recipe.corpus_folder(),
@@ -150,12 +135,6 @@ def build_data(recipe: Recipe, tokenizer: Tokenizer, backend: Backend) -> Transl
         backend.constant_rows,
         recipe.run.validation_translations,
     )
-    _check_limits(recipe, data)
-    return data
-
-
-def _check_limits(recipe: Recipe, data: TranslationDataModule) -> None:
-    """Raise InputError where the corpus has longer sentences or fewer validation pairs than the recipe allows for."""
     last, num_pairs = max(recipe.monitoring.attention_sentences or (), default=0), len(data.validation_corpus)
     if last >= num_pairs:
         raise InputError(f"monitoring.attention_sentences: {last} does not exist; give numbers up to {num_pairs - 1}")
@@ -170,6 +149,7 @@ def _check_limits(recipe: Recipe, data: TranslationDataModule) -> None:
             f"network.max_positions {recipe.network.max_positions} is less than the longest sentence trained or "
             f"validated on, {longest} tokens; raise it, or lower corpus.max_tokens"
         )
+    return data
 
 
 def build_callbacks(start: Start, data: TranslationDataModule, backend: Backend) -> list[Callback]:
@@ -203,13 +183,14 @@ def build_callbacks(start: Start, data: TranslationDataModule, backend: Backend)
     num_passes = 2 if recipe.training.r_drop_alpha else 1
     flops = num_passes * flops_per_target_token(recipe.network, tokenizer.vocabulary_size, data.train_corpus)
     monitor = TrainingMonitor(recipe.run.log_every_steps, flops, backend, best_by)
+    metadata = RunMetadata(recipe, start.manifest, monitor)
     callbacks: list[Callback] = [
         MemoryProbe(data),
-        RunFolderSetup(start, backend),
+        RunFolderSetup(start, backend, monitor, metadata),
         samples,
         AttentionPlots(recipe.monitoring, samples, sources, tokenizer, data.train_corpus, recipe.network),
         monitor,
-        RunMetadata(recipe, start.manifest, monitor),
+        metadata,
     ]
     if recipe.run.patience is not None:
         callbacks.append(ResumableEarlyStopping(start, recipe.run.patience))

@@ -21,12 +21,7 @@ def prepare_and_report(settings: CorpusSettings, tokenizer: Tokenizer | None, fo
 
 
 def print_new_corpus(recipe: Recipe, init_from: Path | None, force: bool) -> None:
-    """Run the command `prepare` with a recipe that has been checked.
-
-    Args:
-        recipe: the recipe.
-        init_from: a checkpoint, run folder or Marian model whose tokenizer the corpus gets; None to use no other run's.
-        force: replace a corpus of other texts or settings.
+    """Run the command `prepare` with a recipe that has been checked; see `prepare` for its options.
 
     Raises InputError as `prepare` and `load_initial_weights` do.
     """

@@ -64,17 +64,7 @@ class Report:
 
 
 def check_recipe(recipe: Recipe, job: JobStep | None, fresh: bool, report: Report) -> TextChecker | None:
-    """Check settings, the run folder and the corpus or its texts.
-
-    Args:
-        recipe: the recipe.
-        job: the SLURM job step of this process; None outside a job.
-        fresh: whether the run in the run folder is to be removed.
-        report: takes the results.
-
-    Returns:
-        What was found in the texts, if all of them were read.
-    """
+    """Check settings, the run folder and the corpus or its texts; return what was found in them if all were read."""
     run = recipe.run_folder()
     with report.part():
         check_training(recipe)

@@ -81,11 +81,7 @@ class Start:
 def plan_start(recipe: Recipe, job: JobStep | None, fresh: bool, init_from: Path | None) -> Plan:
     """Find out what the recipe's run continues: its own newest checkpoint, or the weights of another run or model.
 
-    Args:
-        recipe: the recipe.
-        job: the SLURM job step of this process.
-        fresh: remove the run that is in the folder.
-        init_from: checkpoint, run folder or Marian model whose weights and tokenizer a new run takes over.
+    `fresh` and `init_from` are those of `fit`.
 
     Raises InputError where the run is that of another recipe, the checkpoint cannot be resumed from, the weights do not
     fit, or the corpus has another vocabulary.
@@ -109,13 +105,7 @@ def plan_start(recipe: Recipe, job: JobStep | None, fresh: bool, init_from: Path
 
 
 def check_vocabulary(recipe: Recipe, tokenizer: Tokenizer, owner: str) -> None:
-    """Raise InputError if the recipe's corpus is prepared with another tokenizer than that of what the run continues.
-
-    Args:
-        recipe: the recipe.
-        tokenizer: the tokenizer.
-        owner: what it belongs to.
-    """
+    """Raise InputError if the recipe's corpus is prepared with another tokenizer than that of `owner`."""
     folder = recipe.corpus_folder()
     if is_corpus(folder) and read_manifest(folder)["tokenizer"]["sha256"] != tokenizer.sha256:
         raise InputError(

@@ -29,10 +29,7 @@ from pipeline.training.trainer import trainer_options
 def follow(plan: Plan, folder: RunFolder | None, further_callbacks: Sequence[Callback] = ()) -> None:
     """Do what a plan says: prepare the corpus if it is not there, then train, unless nothing is left to train.
 
-    Args:
-        plan: what `plan_start` returned.
-        folder: the locked run folder on rank 0, None on other ranks.
-        further_callbacks: see `train`.
+    `folder` is the locked run folder on rank 0, None on other ranks.
     """
     if folder is not None:  # One rank checks, so that a mistake is said once; its exit code ends the others of a job.
         check_start(plan, Report())
@@ -70,13 +67,8 @@ def ensure_corpus(settings: CorpusSettings, tokenizer: Tokenizer | None = None) 
     While a corpus is being prepared, a stop signal ends every rank at once. Otherwise no rank ends by itself, because
     the others would wait for it: they agree on stopping when training starts.
 
-    Args:
-        settings: the recipe's `corpus:` section.
-        tokenizer: takes the place of one learned from the text.
-
     Raises InputError as `prepare` does.
     """
-    # One rank reads all texts to compare their hashes.
     manifest = existing_corpus(settings, compare_texts=process_rank() == 0)
     if manifest is not None:
         say(f"{settings.folder} is up to date")
@@ -102,10 +94,8 @@ def train(start: Start, further_callbacks: Sequence[Callback] = ()) -> None:
 
     Nothing in the run folder changes before everything that can be wrong has been checked, memory included.
 
-    Args:
-        start: the run.
-        further_callbacks: called after those of `build_callbacks`. They do not see the step after which the run stops,
-            because `GracefulStop` raises before them.
+    `further_callbacks` are called after those of `build_callbacks`. They do not see the step after which the run stops,
+    because `GracefulStop` raises before them.
     """
     plan, recipe = start.plan, start.plan.recipe
     options = trainer_options(recipe.trainer, plan.job, recipe.run.timeout_seconds)

@@ -38,10 +38,7 @@ def trainer_options(
 ) -> TrainerOptions:
     """Return a recipe's `trainer:`, completed by accelerator, precision, devices and strategy.
 
-    Args:
-        recipe_options: the recipe's section.
-        job: the SLURM job step of this process; its nodes and tasks replace those of the recipe.
-        timeout_seconds: how long a rank waits for another one.
+    In a job, its nodes and tasks replace those of the recipe. `timeout_seconds` is how long a rank waits for another.
 
     Raises InputError if a GPU is missing, and if `devices` names no devices.
     """
@@ -63,13 +60,7 @@ def trainer_options(
 
 
 def make_trainer(options: TrainerOptions, job: JobStep | None, plugins: tuple[Plugin, ...] = (), **own: Any) -> Trainer:
-    """Return Lightning's Trainer.
-
-    Args:
-        options: the result of `trainer_options`.
-        job: the SLURM job step of this process.
-        plugins: Lightning's plugins beside those for the precision and the job.
-        own: further arguments of the Trainer.
+    """Return Lightning's Trainer with the result of `trainer_options`, further plugins and `own` arguments.
 
     Raises InputError if Lightning refuses an option; the message names its key.
     """
