@@ -33,10 +33,10 @@ class InputError(Exception):
         return printable(super().__str__())
 
 
-def first_of(parts: Sequence[str], most: int = 3) -> str:
-    """Return the first parts of a message, and the number of the others."""
-    more = f"; and {len(parts) - most} more" if len(parts) > most else ""
-    return "; ".join(parts[:most]) + more
+def first_of(parts: Sequence[object], most: int = 3, separator: str = "; ", total: int = 0) -> str:
+    """Return the first parts of a message, and the number of the others; `total` is the number of parts if higher."""
+    more = max(total, len(parts)) - most
+    return separator.join([*map(str, parts[:most]), *([f"and {more:,} more"] if more > 0 else [])])
 
 
 def install(extra: str) -> str:

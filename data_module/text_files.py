@@ -1,4 +1,4 @@
-"""The one reader of text files: plain or gzip-compressed, one sentence per line, with errors in one line.
+"""The one reader of text files: plain or gzip-compressed, one sentence per line, with errors in one line; its progress.
 
 Only "\\n" ends a line ("\\r\\n" is accepted). Other line ends of Unicode do not, so that both sides stay aligned.
 """
@@ -6,14 +6,18 @@ Only "\\n" ends a line ("\\r\\n" is accepted). Other line ends of Unicode do not
 import gzip
 import os
 import stat
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BufferedReader, FileIO, RawIOBase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from data_module.errors import InputError
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LONGEST_LINE = 16 * 2**20
@@ -234,3 +238,31 @@ class StrayMarks:
     def texts(self) -> list[str]:
         """Return a line for each kind of mark that was found."""
         return [text for note in self._notes.values() if (text := note.text())]
+
+
+def progress_bar(
+    description: str, total: int | None = None, *, unit: str = "sentences", show: bool = True, smoothing: float = 0.3
+) -> "tqdm[NoReturn]":
+    """Return a tqdm bar on standard error that appears after two seconds.
+
+    Args:
+        description: text in front of the bar.
+        total: number of units; None if it is not known.
+        unit: what the bar counts; empty to show the time alone.
+        show: whether the bar is shown at all.
+        smoothing: weight of the last units in the rate that the time left is computed from; 0 for the mean rate.
+    """
+    from tqdm import tqdm  # not for a command's help
+
+    return tqdm(
+        desc=description,
+        total=total,
+        unit=f" {unit}",
+        bar_format=None if unit else "{desc}: {elapsed}",
+        delay=2,
+        miniters=1,
+        # A log file gets a line every half minute instead of an animated bar; a notebook animates its output.
+        mininterval=0.1 if sys.stderr.isatty() or "ipykernel" in sys.modules else 30.0,
+        smoothing=smoothing,
+        disable=not show,
+    )

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from data_module.errors import InputError
 from data_module.files import PlainValues, user_path
+from data_module.text_files import progress_bar
 from model.attention_maps import attention_maps
 from model.sampling import Sampling, check_sampling
 from model.transformer import PaddedTransformer
@@ -26,7 +27,7 @@ from pipeline.inference.loading import load_translator
 from pipeline.inference.options import BY_RECIPE, SearchOptions
 from pipeline.inference.pieces import encode_sources
 from pipeline.inference.scoring import as_hypotheses, piece_scores, spelled_pieces
-from pipeline.inference.text_io import Defects, SentenceWarnings, progress_bar
+from pipeline.inference.text_io import Defects, SentenceWarnings
 from pipeline.inference.translator import Hypothesis, Translator
 from pipeline.runtime import signals
 from pipeline.runtime.console import lightning_noise_restored, user_message
@@ -247,7 +248,7 @@ class Model:
             prefixes = _texts(given, "target_prefix")
             if len(prefixes) != len(texts):
                 raise InputError(f"{len(texts)} sentences and {len(prefixes)} target prefixes; give one for each")
-        with _mistakes_in_one_line(), progress_bar(len(texts), show=progress) as bar:
+        with _mistakes_in_one_line(), progress_bar("translating", len(texts), show=progress) as bar:
             options = replace(self._options, n_best=count, sampling=sample)
             translations = self._translator.translate(texts, options, target_prefixes=prefixes, finished=bar.update)
         self._warn([translation.defects for translation in translations])
@@ -280,7 +281,7 @@ class Model:
         if isinstance(sources, str) != isinstance(targets, str) or len(given) != len(wanted):
             raise InputError(f"{len(given)} sources and {len(wanted)} targets; give one target for each source")
         source_ids, target_ids, translator = self._source_ids(given), self._target_ids(wanted), self._translator
-        with _mistakes_in_one_line(), progress_bar(len(given), show=progress, description="scoring") as bar:
+        with _mistakes_in_one_line(), progress_bar("scoring", len(given), show=progress) as bar:
             scores = piece_scores(translator, self._network, source_ids, target_ids, bar.update)
         scored = as_hypotheses(wanted, scores, self._settings.length_penalty)
         return scored[0] if isinstance(sources, str) else scored

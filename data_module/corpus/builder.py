@@ -4,7 +4,6 @@ Text is processed in chunks of about a megabyte, so that memory use does not gro
 """
 
 import logging
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, nullcontext
@@ -33,6 +32,7 @@ from data_module.corpus.store import TokenStore, TokenStoreWriter, store_prefix,
 from data_module.corpus.variants import VariantText, write_variants
 from data_module.files import FORMAT_VERSION
 from data_module.settings import CorpusSettings, NoiseSettings, TextSource
+from data_module.text_files import progress_bar
 from data_module.tokenization.encoders import WordEncoder
 from data_module.tokenization.tokenizer import MAX_PIECE_CHARACTERS, UNK_ID, Tokenizer
 from data_module.tokenization.training import WordCounts, train_on_words
@@ -137,7 +137,9 @@ def write_corpus(
     with VariantText(folder) if settings.is_varied() else nullcontext() as text:
         train = _write_train(settings, encoders, checked, text, folder, progress)
         if text is not None:
-            with _bar("encoding variants", settings.variants * train["pairs_kept"], progress) as bar:
+            with progress_bar(
+                "encoding variants", settings.variants * train["pairs_kept"], unit="pairs", show=progress
+            ) as bar:
                 variants = write_variants(folder, text, tokenizer, settings, bar.update)
             train = {**train, **variants[0], "variants": variants}
     Tokenizer(tokenizer.model, seen=_seen_pieces(folder, settings, tokenizer)).save(folder / TOKENIZER_NAME)
@@ -182,7 +184,8 @@ def count_words(
     wanted = min(remaining, settings.tokenizer_sentences // 2)
     words = WordCounts()
     words.add_characters("".join(set().union(*(source.characters for source in train))))
-    with _bar("reading text", sum(source.num_pairs for source in train), progress) as bar:
+    num_pairs = sum(source.num_pairs for source in train)
+    with progress_bar("reading text", num_pairs, unit="pairs", show=progress) as bar:
         for text, source in zip(settings.train, train, strict=True):
             for chunk in read_pairs(replace(text, prefix=None), settings):
                 size, first = len(chunk.source), chunk.first_line - 1
@@ -203,7 +206,7 @@ def count_words(
 
 
 def _train_tokenizer(settings: CorpusSettings, words: WordCounts, progress: bool) -> bytes:
-    with ThreadPoolExecutor(1) as pool, _bar("training the tokenizer", None, progress) as bar:
+    with ThreadPoolExecutor(1) as pool, progress_bar("training the tokenizer", unit="", show=progress) as bar:
         training = pool.submit(train_on_words, words, settings)
         while not training.done():
             wait([training], timeout=0.5)
@@ -224,7 +227,7 @@ def _write_validation(
             stack.enter_context((folder / f"validation.{side}.txt").open("w", encoding="utf-8", newline="\n"))
             for side in ("source", "target")
         ]
-        bar = stack.enter_context(_bar("encoding validation", None, progress))
+        bar = stack.enter_context(progress_bar("encoding validation", unit="", show=progress))
         for text in settings.validation:
             pairs = list(chain.from_iterable(split.add(text, bar)))
             for file, lines in zip(texts, zip(*pairs, strict=True), strict=False):
@@ -252,7 +255,7 @@ def _write_train(
     num_pairs = sum(source.num_pairs for source in checked.found["train"])
     with (
         _Split("train", settings, encoders, pair_filter, folder) as split,
-        _bar("encoding", num_pairs, progress) as bar,
+        progress_bar("encoding", num_pairs, unit="pairs", show=progress) as bar,
     ):
         for text in settings.train:
             for pairs in split.add(text, bar):
@@ -352,18 +355,3 @@ def _encode(encoder: WordEncoder, sentences: list[str], settings: CorpusSettings
     ids, lengths = encoder.encode(sentences)
     lengths[too_long] = settings.max_tokens + 1
     return ids, lengths
-
-
-def _bar(description: str, total: int | None, progress: bool) -> tqdm:
-    """Return a progress bar that appears after two seconds; a log file gets a line every half minute."""
-    return tqdm(
-        desc=description,
-        total=total,
-        unit=" pairs",
-        bar_format=None if total else "{desc}: {elapsed}",
-        delay=2,
-        miniters=1,
-        mininterval=0.1 if sys.stderr.isatty() else 30.0,
-        file=sys.stderr,
-        disable=not progress,
-    )

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from data_module.errors import PROGRAM, InputError
+from data_module.errors import PROGRAM, InputError, first_of
 from data_module.files import PlainValues, check_format, json_object, misshapen
 from data_module.settings import TextSource
 
@@ -132,7 +132,6 @@ _SHAPE = {
 """The types of the values that programs read from a manifest."""
 _HEADER_BYTES = 128
 """Size of the header of a one-dimensional .npy file; each length takes two bytes."""
-_MAX_LINES = 3
 _REBUILD = f"run `{PROGRAM} prepare` with --force to rebuild it"
 
 
@@ -212,7 +211,8 @@ def summary(manifest: Manifest) -> str:
         dropped = {reason: entry for reason, entry in account["pairs_dropped"].items() if entry["pairs"]}
         count = sum(entry["pairs"] for entry in dropped.values())
         reasons = "; ".join(
-            f"{entry['pairs']:,} {reason.replace('_', ' ')} ({_few(entry['first_lines'], entry['pairs'])})"
+            f"{entry['pairs']:,} {reason.replace('_', ' ')} "
+            f"({first_of(entry['first_lines'], separator=', ', total=entry['pairs'])})"
             for reason, entry in dropped.items()
         )
         lines.append(
@@ -220,11 +220,6 @@ def summary(manifest: Manifest) -> str:
             + (f": {reasons}" if reasons else "")
         )
     return "\n".join(lines)
-
-
-def _few(lines: list[str], count: int) -> str:
-    shown = lines[:_MAX_LINES]
-    return ", ".join(shown + ["…"] * (count > len(shown)))
 
 
 def differences(manifest: Mapping[str, object], wanted: Mapping[str, object]) -> list[str]:
@@ -248,7 +243,7 @@ def _changed_texts(before: list[PlainValues], now: list[PlainValues]) -> str:
     if not gone and not added:
         return "another order, repetition, weight or name"
     parts = [(gone, "no longer"), (added, "now")]
-    return ", ".join(f"{word} {_few(names, len(names))}" for names, word in parts if names)
+    return ", ".join(f"{word} {first_of(names, separator=', ')}" for names, word in parts if names)
 
 
 def _text_name(text: PlainValues) -> str:

@@ -35,26 +35,13 @@ DECODE = """Measure how fast a checkpoint translates a text, the latency of sing
 Times include encoding and decoding of text, and are of the median of three rounds. OMP_NUM_THREADS sets the number of
 threads.
 """
-GONE = {
-    "learn": "was removed; in a clone of the project, run python -m tests.benchmark learn",
-    "data": "was removed; in a clone of the project, run python -m tests.benchmark data",
-    "roofline": "was removed; docs/roofline.md in a clone of the project has its figures",
-}
-"""Messages about kinds of benchmark that version 1.0.0 had."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a subcommand for each kind of benchmark."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="train|decode")
-    train = _add_kind(kinds, "train", "training steps", TRAIN)
-    add_train_arguments(train)
-    decode = _add_kind(kinds, "decode", "translating a text", DECODE)
-    add_decode_arguments(decode)
-    for one in (train, decode):
-        one.add_argument("--baseline", help=argparse.SUPPRESS)
-    for kind in GONE:
-        # With `config`, unknown arguments are accepted as overrides, so that `run` can refuse the kind.
-        kinds.add_parser(kind, add_help=False).set_defaults(config=[])
+    add_train_arguments(_add_kind(kinds, "train", "training steps", TRAIN))
+    add_decode_arguments(_add_kind(kinds, "decode", "translating a text", DECODE))
 
 
 def _add_kind(
@@ -79,15 +66,7 @@ def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the chosen kind of benchmark and print its figures."""
-    kind = arguments.kind
-    if kind in GONE:
-        raise InputError(f"'benchmark {kind}' {GONE[kind]}")
-    if arguments.baseline is not None:
-        raise InputError(
-            f"--baseline {arguments.baseline}: baselines were removed; in a clone of the project, run "
-            f"python -m tests.benchmark {kind} --baseline {arguments.baseline}"
-        )
-    print_figures(_train(arguments) if kind == "train" else _decode(arguments))
+    print_figures(_train(arguments) if arguments.kind == "train" else _decode(arguments))
     return 0
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from data_module.errors import InputError
 from data_module.files import PlainValues
+from data_module.text_files import progress_bar
 from pipeline.inference.bleu_tokenizer import spacing_warning, tokenizer_of
 from pipeline.inference.evaluation_text import (
     EvaluationText,
@@ -28,7 +29,7 @@ from pipeline.inference.metrics import (
     score,
 )
 from pipeline.inference.options import SearchOptions
-from pipeline.inference.text_io import SentenceWarnings, output_file, progress_bar, require_as_many
+from pipeline.inference.text_io import SentenceWarnings, output_file, require_as_many
 from pipeline.inference.translator import Translator
 
 TOKENIZED_LINES = 100
@@ -151,7 +152,7 @@ def translations(translator: Translator, text: EvaluationText, options: SearchOp
     if unknown := text.unknown_prefixes(prefixes):
         print(f"{translator.name}: sources are without {' '.join(unknown)}, which it does not know", file=sys.stderr)
     sources = text.sources(prefixes)
-    with progress_bar(len(sources)) as bar:
+    with progress_bar("translating", len(sources)) as bar:
         answers = translator.translate(sources, options, finished=bar.update)
     warnings = SentenceWarnings(prefixes, translator.max_source_tokens, translator.name)
     for number, answer in enumerate(answers, 1):

@@ -1,6 +1,5 @@
 """The text that `evaluate` scores: two files, the recipe's test text by source, or a test set by name."""
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from data_module.corpus.manifest import source_names
 from data_module.corpus.pairs import read_pairs
 from data_module.errors import InputError
 from data_module.files import PlainValues
+from data_module.registry import did_you_mean
 from data_module.settings import CorpusSettings
 from pipeline.config.schema import Checker
 from pipeline.inference.bleu_tokenizer import language_code
@@ -101,8 +101,7 @@ def require_test_set(name: str) -> None:
         InputError: sacreBLEU has no test set of that name.
     """
     if name not in DATASETS:
-        near = difflib.get_close_matches(name, DATASETS, n=3, cutoff=0.7)
-        way_out = f"did you mean {' or '.join(near)}?" if near else "`sacrebleu --list` lists them"
+        way_out = did_you_mean(name, DATASETS, "`sacrebleu --list` lists them")
         raise InputError(f"--test-set {name}: sacreBLEU has no such test set; {way_out}")
 
 

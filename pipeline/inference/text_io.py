@@ -2,7 +2,6 @@
 
 import math
 import os
-import sys
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import zip_longest
@@ -21,32 +20,6 @@ if TYPE_CHECKING:
 
 CHUNK = 2048
 """Number of lines translated together: enough to sort them by length, few enough to keep memory flat."""
-
-
-def progress_bar(
-    total: int | None = None, *, show: bool = True, description: str = "translating", smoothing: float = 0.3
-) -> "tqdm[NoReturn]":
-    """Return a tqdm bar on standard error that counts translated sentences and appears after two seconds.
-
-    Args:
-        total: number of sentences; None if it is not known.
-        show: whether the bar is shown at all.
-        description: text in front of the bar.
-        smoothing: weight of the last sentences in the rate that the time left is computed from; 0 for the mean rate.
-    """
-    from tqdm import tqdm  # not for a command's help
-
-    # A log file gets a line every half minute instead of an animated bar; a notebook animates its output.
-    interval = 0.1 if sys.stderr.isatty() or "ipykernel" in sys.modules else 30.0
-    return tqdm(
-        total=total,
-        desc=description,
-        unit=" sentences",
-        delay=2,
-        mininterval=interval,
-        smoothing=smoothing,
-        disable=not show,
-    )
 
 
 def show_token_rate(bar: "tqdm[NoReturn]", num_tokens: int) -> None:

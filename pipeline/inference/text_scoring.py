@@ -12,11 +12,12 @@ import numpy as np
 
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings
+from data_module.text_files import progress_bar
 from data_module.tokenization.tokenizer import is_blank
 from pipeline.inference.loading import load_translator
 from pipeline.inference.options import with_prefix
 from pipeline.inference.scoring import Alignment, Pieces, Scorer, dual_cross_entropy
-from pipeline.inference.text_io import CHUNK, Pair, output_file, progress_bar, read_pairs
+from pipeline.inference.text_io import CHUNK, Pair, output_file, read_pairs
 from pipeline.inference.translator import Hypothesis, Translator
 from pipeline.runtime.console import discard_output
 
@@ -102,7 +103,7 @@ def score_windows(
         total: number of pairs, if it is known.
     """
     scorers = [Scorer(model) for model in models]
-    with progress_bar(total, description="scoring", smoothing=0) as bar:
+    with progress_bar("scoring", total, smoothing=0) as bar:
         while window := list(islice(pairs, CHUNK)):
             numbers, sources, targets = (list(column) for column in zip(*window, strict=True))
             prefixed = list(with_prefix(prefix, sources))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from data_module.errors import InputError
 from data_module.files import PlainValues
+from data_module.text_files import progress_bar
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamArguments, BeamSearch
 from model.fast.compiled_search import CompiledSearch
@@ -17,7 +18,7 @@ from model.settings import SHORTEST, DecodingSettings
 from model.transformer import Transformer
 from pipeline.inference.options import BY_RECIPE, Prefixes, SearchOptions
 from pipeline.inference.pieces import encode_sources, encode_target_prefixes
-from pipeline.inference.text_io import Defects, progress_bar, show_token_rate
+from pipeline.inference.text_io import Defects, show_token_rate
 
 
 def length_batches(
@@ -79,11 +80,6 @@ class Translation(NamedTuple):
     def text(self) -> str:
         """Text of the best hypothesis."""
         return self.hypotheses[0].text
-
-    @property
-    def score(self) -> float:
-        """Score of the best hypothesis."""
-        return self.hypotheses[0].score
 
 
 SEARCHED = 2048
@@ -221,7 +217,7 @@ class Translator:
         """
         remaining, num_tokens = iter(lines), 0
         # The mean rate: within a chunk, the longest sentences are translated first and the rate rises.
-        with progress_bar(total, show=show, smoothing=0) as bar:
+        with progress_bar("translating", total, show=show, smoothing=0) as bar:
             while batch := list(islice(remaining, chunk)):
                 done = bar.n
                 given = None if target_prefixes is None else list(islice(target_prefixes, len(batch)))

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from data_module.corpus.store import ParallelCorpus
+from data_module.errors import first_of
 from model.settings import NetworkSettings
-from pipeline.runtime.rendezvous import few
 
 _MAX_PAIRS = 1_000_000
 _MEASURE_SECONDS = 0.2
@@ -182,7 +182,7 @@ def other_backends(ranks: list[RankBackend]) -> list[str]:
             reasons = f" ({'; '.join(notes)})" if notes else ""
             names.setdefault("; ".join(differences) + reasons, []).append(f"rank {rank} on {node}")
     return [
-        f"another backend than rank 0's on {few(theirs)}: {what}; results agree up to rounding, and all ranks wait for"
-        " the slowest one"
+        f"another backend than rank 0's on {first_of(theirs, 16, ', ')}: {what}; results agree up to rounding, and all "
+        "ranks wait for the slowest one"
         for what, theirs in names.items()
     ]

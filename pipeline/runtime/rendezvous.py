@@ -63,7 +63,6 @@ _STORE = "rendezvous/store"
 """Name under which rank 0 signs the port of its store."""
 _MESSAGE_BYTES = 256
 """More bytes than that message has."""
-_MOST_NAMED = 16
 _BACKLOG = 4096
 
 
@@ -349,7 +348,11 @@ class Rendezvous:
         missing = silent_ranks(store, [_connected(rank) for rank in range(self.size)])
         heard = {read(store, _connected(rank))["node"] for rank in range(self.size) if rank not in missing}
         silent = [node for node in self.nodes if node not in heard]
-        return f"ranks {few(missing)}" + (f" (all of {few(silent)})" if silent else "") if missing else ""
+        return (
+            f"ranks {first_of(missing, 16, ', ')}" + (f" (all of {first_of(silent, 16, ', ')})" if silent else "")
+            if missing
+            else ""
+        )
 
     def _wait_for_outcome(self, store: dist.Store) -> tuple[str, bool]:
         """Wait for the outcome that rank 0 posts in `_wait_for_all`, and return it."""
@@ -404,9 +407,3 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, OSError) and (error.errno or 0) > 0:
         return os.strerror(error.errno or 0)
     return getattr(error, "strerror", None) or re.sub(r"^\[enforce .*?\] ", "", str(error).partition("\n")[0])
-
-
-def few(names: Sequence[object]) -> str:
-    """Return the first names, and the number of the others."""
-    more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
-    return ", ".join([*map(str, names[:_MOST_NAMED]), *more])

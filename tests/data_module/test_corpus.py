@@ -209,7 +209,7 @@ def test_differences_name_a_few_text_sources() -> None:
     pairs = {"source": None, "target": None, "tsv": "pairs.tsv", "repeat": 3}
     had, wanted = ({"settings": {"train": texts}} for texts in (files, [files[0], pairs]))
     had["source_files"] = wanted["source_files"] = []
-    expected = "corpus.train: no longer 1.en 1.de, 2.en 2.de, 3.en 3.de, …, now pairs.tsv (repeat 3)"
+    expected = "corpus.train: no longer 1.en 1.de, 2.en 2.de, 3.en 3.de, and 5 more, now pairs.tsv (repeat 3)"
     assert differences(had, wanted) == [expected]
     wanted = {"settings": {"train": files[::-1]}, "source_files": [{"file": "0.en", "bytes": 1, "sha256": "0"}]}
     assert differences(had, wanted) == ["corpus.train: another order, repetition, weight or name"]

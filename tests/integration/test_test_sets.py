@@ -89,9 +89,7 @@ def test_mistakes(model: Path, trained_run: Path, cache: Path, tmp_path: Path) -
         [model, "--test-set", "wmt17/ms"],
         [trained_run, "--test-set", "wmt14/full"],
     )
-    assert misspelt == (
-        "error: --test-set wmt14/ful: sacreBLEU has no such test set; did you mean wmt14/full or wmt14?"
-    )
+    assert misspelt == ("error: --test-set wmt14/ful: sacreBLEU has no such test set; did you mean wmt14/full?")
     assert "`sacrebleu --list` lists them" in no_name
     assert "--test-set: cannot be given with --source" in twice
     assert lacks == (

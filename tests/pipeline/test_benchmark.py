@@ -44,9 +44,6 @@ def test_decode_prints_figures(
     assert "round 3 of 3: pipeline" in printed.err
 
 
-IN_CLONE = "in a clone of the project, run python -m tests.benchmark"
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -54,16 +51,11 @@ IN_CLONE = "in a clone of the project, run python -m tests.benchmark"
         ("train RECIPE --training.r_drop_alpha 5", "training.r_drop_alpha 5"),
         ("train RECIPE --trainer.precision bf16-true", "trainer.precision must be one of"),
         ("train RECIPE --network.d_modle 8", "d_model"),
-        ("train RECIPE --baseline torch --network.d_modle 8", f"{IN_CLONE} train --baseline torch"),
         ("decode RUN --source EMPTY", "empty: has no sentences"),
         ("decode RUN --source none", "none: no such file; correct the path"),
         ("decode none.ckpt --source RECIPE", "no such checkpoint"),
         ("decode RUN --source RECIPE --beam 0", "--beam 0: must be 1 to 1,000,000"),
-        ("decode RUN --source none --baseline ctranslate2", f"{IN_CLONE} decode --baseline ctranslate2"),
-        ("learn RECIPE --minutes 60 --baseline marian", f"'benchmark learn' was removed; {IN_CLONE} learn"),
-        ("data --config RECIPE", f"'benchmark data' was removed; {IN_CLONE} data"),
-        ("roofline RECIPE --gpu a100", "'benchmark roofline' was removed; docs/roofline.md"),
-        ("learn --help", f"{IN_CLONE} learn"),
+        ("learn RECIPE", "invalid choice: 'learn'"),
         ("speed", "invalid choice: 'speed'"),
     ],
 )

@@ -16,11 +16,12 @@ import pytest
 from tqdm import tqdm
 
 import pipeline as pipeline_api
+from data_module.text_files import progress_bar
 from model.sampling import Sampling
 from pipeline.__main__ import main
 from pipeline.inference import translator
 from pipeline.inference.options import SearchOptions
-from pipeline.inference.text_io import CHUNK, count_lines, progress_bar, read_sentences, sentences
+from pipeline.inference.text_io import CHUNK, count_lines, read_sentences, sentences
 from pipeline.inference.translator import Hypothesis, Translation, Translator
 from tests.conftest import ROOT, pipeline, refusal
 
@@ -86,7 +87,7 @@ def test_many_unreadable_lines_are_counted(tmp_path: Path, capsys: pytest.Captur
     """In a pipe, a progress bar that has not begun is not printed above the warning."""
     file = tmp_path / "text"
     file.write_bytes(b"fine\n" + b"\xff\n" * 1200)
-    with progress_bar() as bar:
+    with progress_bar("translating") as bar:
         assert read_sentences(file) == ["fine"] + ["\N{REPLACEMENT CHARACTER}"] * 1200
         assert bar.n == 0
     expected = f"{file}: 1,200 lines, the first are 2, 3, 4: not valid UTF-8; invalid bytes were replaced\n"
@@ -231,7 +232,9 @@ def test_a_damaged_file_and_a_pipe_have_no_number_of_lines(tmp_path: Path) -> No
 def test_the_bar_has_lines_tokens_a_second_and_the_time_left(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(translator, "progress_bar", lambda total, **_: tqdm(total=total, mininterval=0, smoothing=0))
+    monkeypatch.setattr(
+        translator, "progress_bar", lambda _, total, **__: tqdm(total=total, mininterval=0, smoothing=0)
+    )
     lines = iter(["a"] * 8)
     translations = Echo().translate_lines(lines, 2, total=8)
     for _ in range(5):

@@ -81,7 +81,7 @@ def test_empty_sentences_are_not_searched(tokenizer: Tokenizer, monkeypatch: pyt
     assert [one.hypotheses for one in (mixed[0], mixed[2])] == [[EMPTY], [EMPTY]]
     assert mixed[1].text == mixed[3].text
     # Sentences that move to the place of another one are computed in another row of a product.
-    assert mixed[1].score == pytest.approx(mixed[3].score, abs=1e-5)
+    assert mixed[1].hypotheses[0].score == pytest.approx(mixed[3].hypotheses[0].score, abs=1e-5)
     assert mixed[1].hypotheses[0].num_tokens > 0
     monkeypatch.setattr(BeamSearch, "beam", None)
     assert [one.text for one in translator.translate(["", "\t", "   "])] == ["", "", ""]
@@ -99,7 +99,7 @@ def test_a_sentence_longer_than_the_positions_is_cut_and_marked(tokenizer: Token
     # Eleven pieces and the end symbol.
     source = torch.tensor([[*tokenizer.encode([longest])[0][:11].tolist(), tokenizer.eos_id]])
     answers = translator.search.beam(source, None, 3, 0.6, 4, 1)
-    assert cut.score == pytest.approx(float(answers.scores[0, 0]), abs=1e-4)
+    assert cut.hypotheses[0].score == pytest.approx(float(answers.scores[0, 0]), abs=1e-4)
     assert (
         Translator(make_network(tokenizer), tokenizer, SETTINGS, max_source_tokens=5)
         .translate([longest])[0]
