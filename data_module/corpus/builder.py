@@ -27,7 +27,7 @@ from data_module.corpus.manifest import (
     write_manifest,
 )
 from data_module.corpus.noise import CASINGS, with_casing
-from data_module.corpus.pairs import PairFilter, Reason, max_characters, read_pairs
+from data_module.corpus.pairs import ALSO_IN, PairFilter, Reason, max_characters, read_pairs
 from data_module.corpus.store import TokenStore, TokenStoreWriter, store_prefix, token_counts, token_type
 from data_module.corpus.variants import VariantText, write_variants
 from data_module.files import FORMAT_VERSION
@@ -50,15 +50,10 @@ _MAX_UNKNOWN = 0.05
 def learn_tokenizer(settings: CorpusSettings, checked: TextChecker, progress: bool) -> Tokenizer:
     """Train the tokenizer on a seeded sample of the training text.
 
-    Args:
-        settings: the recipe's `corpus:` section.
-        checked: all text, after it was checked.
-        progress: whether to show progress bars.
-
     Raises:
         InputError: see `read_pairs` and `train_on_words`; or no pair is left.
     """
-    return Tokenizer(_train_tokenizer(settings, count_words(settings, checked, progress), progress))
+    return _train_tokenizer(settings, count_words(settings, checked, progress), progress)
 
 
 def check_vocabulary_size(settings: CorpusSettings, checked: TextChecker) -> Tokenizer:
@@ -66,26 +61,18 @@ def check_vocabulary_size(settings: CorpusSettings, checked: TextChecker) -> Tok
 
     Only the beginning of a large text is read, which has enough words, unless the whole text decides which characters
     are pieces. `learn_tokenizer`, which reads the whole text, then learns other pieces.
-
-    Args:
-        settings: the recipe's `corpus:` section.
-        checked: all text, after it was checked.
     """
     has_all_characters = settings.character_coverage >= 1 and not settings.byte_fallback
     enough = _ENOUGH_CHARACTERS * settings.vocabulary_size if has_all_characters else None
-    return Tokenizer(_train_tokenizer(settings, count_words(settings, checked, False, enough), False))
+    return _train_tokenizer(settings, count_words(settings, checked, False, enough), False)
 
 
 def add_casings(words: WordCounts, noise: NoiseSettings, protected: frozenset[str] = frozenset()) -> None:
     """Move part of each word's count to its casings in `corpus.noise`, as often as an epoch is expected to have them.
 
     Otherwise upper-case words would be spelled in single letters: they would take several times as many tokens, and
-    what a model has learned of other words' pieces would not help with them.
-
-    Args:
-        words: counts of the training text.
-        noise: the probability of each casing.
-        protected: user symbols; words that contain one have no other casing.
+    what a model has learned of other words' pieces would not help with them. Words that contain one of the `protected`
+    user symbols have no other casing.
     """
     shares = [(kind, getattr(noise, kind)) for kind in CASINGS if getattr(noise, kind) > 0.0]
     if not shares:
@@ -112,18 +99,7 @@ def write_corpus(
     folder: Path,
     progress: bool,
 ) -> Manifest:
-    """Clean, encode and write all pairs to an empty folder.
-
-    Args:
-        settings: the recipe's `corpus:` section.
-        tokenizer: the tokenizer to encode with.
-        inputs: entries of the manifest that identify settings and source files.
-        checked: all text, after it was checked.
-        folder: the empty folder.
-        progress: whether to show progress bars.
-
-    Returns:
-        The manifest.
+    """Clean, encode and write all pairs to an empty folder; return the manifest, of which `inputs` is a part.
 
     Raises:
         InputError: see `read_pairs`; or a split keeps no pair.
@@ -184,34 +160,38 @@ def count_words(
     wanted = min(remaining, settings.tokenizer_sentences // 2)
     words = WordCounts()
     words.add_characters("".join(set().union(*(source.characters for source in train))))
+    chunks = (
+        (text, source, chunk)
+        for text, source in zip(settings.train, train, strict=True)
+        for chunk in read_pairs(replace(text, prefix=None), settings)
+    )
     num_pairs = sum(source.num_pairs for source in train)
     with progress_bar("reading text", num_pairs, unit="pairs", show=progress) as bar:
-        for text, source in zip(settings.train, train, strict=True):
-            for chunk in read_pairs(replace(text, prefix=None), settings):
-                size, first = len(chunk.source), chunk.first_line - 1
-                kept = np.flatnonzero(source.kept[first : first + size])
-                # The number of sampled pairs in this chunk is hypergeometric: a uniform sample in one pass.
-                take = int(random.hypergeometric(wanted, remaining - wanted, len(kept)))
-                chosen = np.sort(random.choice(kept, take, replace=False)).tolist()
-                for side in (chunk.source, chunk.target):
-                    words.add("\n".join([side[i] for i in chosen] if take < size else side), text.repeat)
-                remaining -= len(kept)
-                wanted -= take
-                bar.update(size)
-                if enough is not None and words.num_characters() >= enough:
-                    break
+        for text, source, chunk in chunks:
+            size, first = len(chunk.source), chunk.first_line - 1
+            kept = np.flatnonzero(source.kept[first : first + size])
+            # The number of sampled pairs in this chunk is hypergeometric: a uniform sample in one pass.
+            take = int(random.hypergeometric(wanted, remaining - wanted, len(kept)))
+            chosen = np.sort(random.choice(kept, take, replace=False)).tolist()
+            for side in (chunk.source, chunk.target):
+                words.add("\n".join([side[i] for i in chosen] if take < size else side), text.repeat)
+            remaining -= len(kept)
+            wanted -= take
+            bar.update(size)
+            if enough is not None and words.num_characters() >= enough:
+                break
     if not settings.lowercase:
         add_casings(words, settings.noise, frozenset(settings.user_symbols))
     return words
 
 
-def _train_tokenizer(settings: CorpusSettings, words: WordCounts, progress: bool) -> bytes:
+def _train_tokenizer(settings: CorpusSettings, words: WordCounts, progress: bool) -> Tokenizer:
     with ThreadPoolExecutor(1) as pool, progress_bar("training the tokenizer", unit="", show=progress) as bar:
         training = pool.submit(train_on_words, words, settings)
         while not training.done():
             wait([training], timeout=0.5)
             bar.update()
-        return training.result()
+        return Tokenizer(training.result())
 
 
 def _write_validation(
@@ -233,7 +213,7 @@ def _write_validation(
             for file, lines in zip(texts, zip(*pairs, strict=True), strict=False):
                 file.writelines(f"{line}\n" for line in lines * text.repeat)
     account = split.account(settings.validation)
-    if too_long := split.pair_filter.account.dropped[Reason.TOO_LONG]:
+    if too_long := account["pairs_dropped"][Reason.TOO_LONG]["pairs"]:
         log.warning(
             "%d validation pairs are longer than corpus.max_tokens (%d) and were dropped: BLEU excludes them",
             too_long,
@@ -263,8 +243,8 @@ def _write_train(
                     variant_text.append(pairs)
             if variant_text is not None:
                 variant_text.end_source(text.repeat)
-    for held_out_split, count in pair_filter.account.also_in.items():
-        if count:
+    for held_out_split, key in ALSO_IN.items():
+        if count := pair_filter.counts[key]:
             log.warning(
                 "%d training pairs also occur in the %s text%s",
                 count,
@@ -320,8 +300,7 @@ class _Split:
         Raises:
             InputError: no pair is left.
         """
-        account = self.pair_filter.account
-        account.check_not_empty(self._name)
+        self.pair_filter.check_not_empty(self._name)
         # Repetitions count in the number of pieces but not in `_unknown`, so the fraction may only be too low.
         fraction = self._unknown / max(1, sum(writer.num_tokens for writer in self.writers))
         if fraction > _MAX_UNKNOWN:
@@ -336,7 +315,7 @@ class _Split:
             {"name": name, "pairs": count, "repeat": text.repeat}
             for name, count, text in zip(source_names(texts), self._num_pairs, texts, strict=True)
         ]
-        return {**account.as_dict(), "sources": sources, **token_counts(*self.writers)}
+        return {**self.pair_filter.counts, "sources": sources, **token_counts(*self.writers)}
 
     def __enter__(self) -> "_Split":
         return self

@@ -274,7 +274,7 @@ class TextChecker:
     def check_not_empty(self) -> None:
         """Raise InputError if it is certain that no training or validation pair is left."""
         for split in ("train", "validation"):
-            self._filters[split].account.check_not_empty(split)
+            self._filters[split].check_not_empty(split)
 
 
 def check_text(settings: CorpusSettings) -> TextChecker:

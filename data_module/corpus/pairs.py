@@ -2,10 +2,11 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import blake2b
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -176,43 +177,11 @@ class Reason(StrEnum):
     DUPLICATE = "duplicate"
 
 
-@dataclass
-class PairAccount:
-    """Counts the pairs of a split. `read` is always the sum of `kept` and all `dropped`."""
-
-    read: int = 0
-    kept: int = 0
-    also_in: dict[str, int] = field(default_factory=lambda: {"validation": 0, "test": 0})
-    """Number of pairs that also occur in the text of each of these splits, dropped or not."""
-    dropped: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
-    lines: dict[Reason, list[str]] = field(default_factory=lambda: {reason: [] for reason in Reason})
-
-    def drop(self, reason: Reason, chunk: PairChunk, pairs: np.ndarray, repeat: int) -> None:
-        """Count the pairs with the indices `pairs` of a chunk as dropped, `repeat` times."""
-        self.dropped[reason] += len(pairs) * repeat
-        room = _MAX_LINES - len(self.lines[reason])
-        for i in pairs[:room].tolist():
-            only_target_is_empty = bool(chunk.source[i]) and not chunk.target[i]
-            self.lines[reason].append(f"{chunk.names[only_target_is_empty]}:{chunk.first_line + i}")
-
-    def check_not_empty(self, split: str) -> None:
-        """Raise InputError if no pair is left of a split."""
-        if not self.kept:
-            reasons = ", ".join(f"{reason}: {n}" for reason, n in self.dropped.items() if n)
-            raise InputError(f"corpus.{split}: no pair is left ({reasons}); correct the text or relax the settings")
-
-    def as_dict(self) -> PairCounts:
-        """Return the account as in the manifest, with the first few lines that were dropped for each reason."""
-        return {
-            "pairs_read": self.read,
-            "pairs_kept": self.kept,
-            "pairs_dropped": {
-                str(reason): {"pairs": count, "first_lines": self.lines[reason]}
-                for reason, count in self.dropped.items()
-            },
-            "pairs_also_in_validation": self.also_in["validation"],
-            "pairs_also_in_test": self.also_in["test"],
-        }
+ALSO_IN: dict[str, Literal["pairs_also_in_validation", "pairs_also_in_test"]] = {
+    "validation": "pairs_also_in_validation",
+    "test": "pairs_also_in_test",
+}
+"""Held-out split -> its key in the counts of the pairs, dropped or not, that occur in its text too."""
 
 
 class SeenPairs:
@@ -246,7 +215,7 @@ def hash_pairs(pairs: Iterable[tuple[str, str]]) -> np.ndarray:
 
 
 class PairFilter:
-    """Filters the pairs of one split, in the order in which they are read."""
+    """Filters the pairs of one split, in the order in which they are read, and counts them."""
 
     def __init__(self, settings: CorpusSettings, held_out: dict[str, set[tuple[str, str]]] | None = None) -> None:
         """Create a filter.
@@ -258,19 +227,30 @@ class PairFilter:
                 split itself, from which only pairs are dropped that are invalid UTF-8, empty or too long, so that its
                 scores do not depend on the other settings.
         """
-        self.account = PairAccount()
+        self.counts: PairCounts = {
+            "pairs_read": 0,
+            "pairs_kept": 0,
+            "pairs_dropped": {str(reason): {"pairs": 0, "first_lines": []} for reason in Reason},
+            "pairs_also_in_validation": 0,
+            "pairs_also_in_test": 0,
+        }
+        """As in the manifest. The pairs read are always the sum of those kept and all those dropped."""
         self._settings = settings
         self._held_out = held_out
         self._seen = SeenPairs()
 
     def keep(self, chunk: PairChunk, source_lengths: np.ndarray, target_lengths: np.ndarray, repeat: int) -> np.ndarray:
         """Return the indices of the pairs to keep, and count all pairs `repeat` times. Lengths are in pieces."""
-        settings, account = self._settings, self.account
+        settings, counts = self._settings, self.counts
         num_pairs = len(chunk.source)
         left = np.ones(num_pairs, dtype=bool)
 
         def drop(reason: Reason, unwanted: np.ndarray) -> None:
-            account.drop(reason, chunk, np.flatnonzero(left & unwanted), repeat)
+            pairs, entry = np.flatnonzero(left & unwanted), counts["pairs_dropped"][reason]
+            entry["pairs"] += len(pairs) * repeat
+            for i in pairs[: _MAX_LINES - len(entry["first_lines"])].tolist():
+                only_target_is_empty = bool(chunk.source[i]) and not chunk.target[i]
+                entry["first_lines"].append(f"{chunk.names[only_target_is_empty]}:{chunk.first_line + i}")
             left[unwanted] = False
 
         shorter = np.minimum(source_lengths, target_lengths)
@@ -283,7 +263,7 @@ class PairFilter:
                 drop(Reason.LENGTH_RATIO, longer > settings.max_length_ratio * shorter)
             also_in = {split: left & _occur(chunk, pairs) for split, pairs in self._held_out.items()}
             for split, found in also_in.items():
-                account.also_in[split] += int(found.sum()) * repeat
+                counts[ALSO_IN[split]] += int(found.sum()) * repeat
                 if settings.drop_overlap:
                     drop(Reason(f"overlap_with_{split}"), found)
             if settings.drop_duplicates:
@@ -291,9 +271,16 @@ class PairFilter:
                 hashes = hash_pairs((chunk.source[i], chunk.target[i]) for i in candidates.tolist())
                 drop(Reason.DUPLICATE, _mask(num_pairs, candidates[self._seen.add(hashes)]))
         kept = np.flatnonzero(left)
-        account.read += num_pairs * repeat
-        account.kept += len(kept) * repeat
+        counts["pairs_read"] += num_pairs * repeat
+        counts["pairs_kept"] += len(kept) * repeat
         return kept
+
+    def check_not_empty(self, split: str) -> None:
+        """Raise InputError if no pair is left of a split."""
+        if not self.counts["pairs_kept"]:
+            dropped = {reason: entry["pairs"] for reason, entry in self.counts["pairs_dropped"].items()}
+            reasons = ", ".join(f"{reason}: {pairs}" for reason, pairs in dropped.items() if pairs)
+            raise InputError(f"corpus.{split}: no pair is left ({reasons}); correct the text or relax the settings")
 
 
 def _occur(chunk: PairChunk, held_out: set[tuple[str, str]]) -> np.ndarray:

@@ -37,7 +37,6 @@ MIN_CHARACTER_COUNT = 20
 _MAX_COUNTED_WORDS = 2_000_000
 _MEAN_CHARACTERS = 12
 _ABOVE_HASHES = 2**32
-_CHUNK_WORDS = 100_000
 _LONGEST_WORD = 1000
 """Characters of a word that sentencepiece gets in one line: it leaves out lines of more than 4,192 bytes."""
 
@@ -61,7 +60,7 @@ class WordCounts:
         """Lines with a lower bit are not counted."""
         self._characters = 0
         """Number of characters of the words of `_least_bit`, with a space for each."""
-        self._seen = np.zeros(0x110000, dtype=bool)
+        self._seen: set[str] = set()
 
     @property
     def counts(self) -> Counter[str]:
@@ -98,25 +97,21 @@ class WordCounts:
 
     def add_characters(self, lines: str) -> None:
         """Add characters to the required vocabulary without counting their words."""
-        self._seen[np.frombuffer(lines.encode("utf-32-le"), dtype=np.uint32)] = True
+        self._seen.update(lines)
 
     def characters(self) -> str:
         """Return all added characters except white space, in code-point order."""
-        seen = "".join(map(chr, np.flatnonzero(self._seen)))
-        return normalize_white_space(seen).replace(" ", "").replace("\n", "")
+        return normalize_white_space("".join(sorted(self._seen))).replace(" ", "").replace("\n", "")
 
-    def character_counts(self, without: Sequence[str] = ()) -> dict[str, int]:
+    def character_counts(self, without: Sequence[str] = ()) -> Counter[str]:
         """Return how often each character occurs in the counted words, outside the strings `without`."""
         # Of two strings of which one begins the other, the longer one has to match.
         left_out = re.compile("|".join(map(re.escape, sorted(without, key=len, reverse=True))) or r"(?!)")
-        words, counts = list(self.counts), np.fromiter(self.counts.values(), dtype=np.int64)
-        totals = np.zeros(0x110000, dtype=np.int64)
-        for start in range(0, len(words), _CHUNK_WORDS):
-            chunk = left_out.sub("", "\n".join(words[start : start + _CHUNK_WORDS])).split("\n")
-            times = np.repeat(counts[start : start + _CHUNK_WORDS], list(map(len, chunk)))
-            codes = np.frombuffer("".join(chunk).encode("utf-32-le"), dtype=np.uint32)
-            np.add.at(totals, codes, times)
-        return {chr(code): int(totals[code]) for code in np.flatnonzero(totals)}
+        totals: Counter[str] = Counter()
+        for word, count in self.counts.items():
+            for character in left_out.sub("", word):
+                totals[character] += count
+        return totals
 
 
 def _num_characters(words: Iterable[str]) -> int:
@@ -132,15 +127,8 @@ def train_on_words(words: WordCounts, settings: CorpusSettings) -> bytes:
     occur fewer than `MIN_CHARACTER_COUNT` times: their embeddings could not be learned, and the embeddings of bytes are
     learned only if some text is spelled in bytes. User symbols are matched before anything else, the longest first.
 
-    The GIL is released.
-
-    Args:
-        words: words and characters of the text, with their counts.
-        settings: the recipe's `corpus:` section; its `vocabulary_size` includes special ids, user symbols, bytes and
-            single characters.
-
-    Returns:
-        The bytes of a sentencepiece model.
+    `corpus.vocabulary_size` includes special ids, user symbols, bytes and single characters. The result is the bytes of
+    a sentencepiece model. The GIL is released.
 
     Raises:
         InputError: the text is too small, or has too many characters, for this vocabulary size.

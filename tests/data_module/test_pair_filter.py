@@ -188,7 +188,7 @@ def test_any_text_is_kept_or_dropped_for_its_first_reason(
             for i in pair_filter.keep(chunk, *lengths, repeats[str(number)]):
                 kept.append((chunk.source[i], chunk.target[i]))
     assert kept == kept_pairs
-    account = pair_filter.account.as_dict()
+    account = pair_filter.counts
     assert account["pairs_dropped"] == {
         why: {
             "pairs": sum(repeat for _, repeat in pairs),
