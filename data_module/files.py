@@ -41,13 +41,7 @@ def user_path(text: str | Path) -> Path:
 
 
 def check_format(path: Path, version: object, start_over: str) -> None:
-    """Raise InputError unless a file has the format that this version reads.
-
-    Args:
-        path: the file.
-        version: its `format_version`; None if it has none.
-        start_over: how to create the file again, such as "export it again".
-    """
+    """Raise InputError unless a file has the format that this version reads; `start_over` says how to make it again."""
     if type(version) is not int:  # True is an instance of int.
         problem = "missing" if version is None else f"{version!r:.60}, not a number"
         raise InputError(f"{path}: its format_version is {problem}; {start_over}")
@@ -121,11 +115,8 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 def open_in_place(path: Path, flags: int) -> int:
     """Open a file of the program's own that is written in place, such as a lock or a log; return the descriptor.
 
-    A link is not followed: another user who can write to the folder could let it point to a file elsewhere.
-
-    Args:
-        path: the file.
-        flags: flags of `os.open`.
+    A link is not followed: another user who can write to the folder could let it point to a file elsewhere. `flags` are
+    those of `os.open`.
 
     Raises:
         OSError: as `os.open` does; the file is a link, or another kind of file, such as a FIFO.
@@ -311,12 +302,10 @@ class FileLock:
     """
 
     def __init__(self, path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> None:
-        """Open the file; `take` locks it.
+        """Open the file; `take` locks it. The file may be removed while it is locked, and its folder too.
 
-        Args:
-            path: the file to lock. It may be removed while it is locked, and its folder too.
-            flags: flags of `os.open`. By default the file and its folder are created if they do not exist. On NFS, only
-                a shared lock needs no permission to write.
+        With the default flags of `os.open`, both are created if they do not exist. On NFS, only a shared lock needs no
+        permission to write.
 
         Raises:
             OSError: the file cannot be created or opened; see `open_in_place`.

@@ -80,12 +80,9 @@ def open_regular(path: str | Path) -> FileIO:
 
 
 def text_reader(file: FileIO | gzip.GzipFile, name: str, base: FileIO) -> BufferedReader:
-    """Return a reader of lines of bytes from an open file, with the errors of `open_file`.
+    """Return a reader of lines of bytes from an open file, with the errors of `open_file`, which give it this name.
 
-    Args:
-        file: a `FileIO` or a `GzipFile`.
-        name: the file's name in messages.
-        base: the file that `file` decompresses, or `file` itself.
+    `base` is the file that `file` decompresses, or `file` itself.
     """
     return BufferedReader(_CheckedBytes(file, name, base), _BLOCK_BYTES)
 
@@ -180,12 +177,7 @@ class LineWarning:
     """Counts lines with the same defect, for one line about all of them."""
 
     def __init__(self, message: str, name: str = "") -> None:
-        """Create a warning.
-
-        Args:
-            message: the defect, and what was done about the lines.
-            name: the file; empty for standard input.
-        """
+        """Create a warning of a defect in a file, whose name is empty for standard input."""
         self._message = message
         self._name = name
         self._first: list[int] = []

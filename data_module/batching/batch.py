@@ -167,17 +167,9 @@ def collate(
     index: int = 0,
     num_batches: int = 1,
 ) -> RankBatch:
-    """Return pairs as a `RankBatch`, using array operations only.
+    """Return the pairs of each micro-batch, as indices into the corpus, as a `RankBatch`, using array operations only.
 
-    Args:
-        corpus: the training corpus.
-        rows: the pairs of each micro-batch, as indices into the corpus.
-        special: ids of the padding, begin and end symbols.
-        shape: shape and layout of micro-batches.
-        num_target_tokens: see `RankBatch`, like the following arguments.
-        epoch: index of the epoch.
-        index: index of the global batch.
-        num_batches: number of global batches.
+    `RankBatch` describes the arguments after the shape.
     """
     parts, shapes, num_tokens = [], [], 0
     rows = [longest_first(corpus, pairs) for pairs in rows]

@@ -144,12 +144,7 @@ def epoch_pairs(num_pairs: Sequence[int], weights: Sequence[float], seed: int, e
 
     An epoch has floor(weight) copies of a source and, for the rest of the weight, a random sample of its pairs. Where
     the size of the sample would not be whole, it is rounded up or down at random, so that it is right on average.
-
-    Args:
-        num_pairs: number of pairs of each source, in the order of the corpus.
-        weights: weight of each source, above 0.
-        seed: together with `epoch` determines the sample.
-        epoch: index of the epoch.
+    Seed and epoch determine the sample.
     """
     if all(weight == 1 for weight in weights):
         return None

@@ -52,15 +52,7 @@ class RankBatchDataset(Dataset[RankBatch]):
         world_size: int,
         shape: RowShape,
     ) -> None:
-        """Store the arguments; nothing is read before the first item. Item 0 is the first batch until `seek` is called.
-
-        Args:
-            epochs: the epochs of the training corpus.
-            special: ids of the padding, begin and end symbols.
-            rank: this process's rank.
-            world_size: number of ranks.
-            shape: shape of micro-batches.
-        """
+        """Store the arguments and read nothing yet. Item 0 is the first batch until `seek` is called."""
         self._epochs, self._special = epochs, special
         self.rank, self._world_size, self._shape = rank, world_size, shape
         self.seek(0, 0)
@@ -105,12 +97,10 @@ class StatefulLoader(DataLoader[RankBatch]):
     """Yields this rank's `RankBatch` of one optimizer step after another, endlessly."""
 
     def __init__(self, dataset: RankBatchDataset, *, workers: int, pin_memory: bool) -> None:
-        """Start no worker yet: they are forked when iteration begins.
+        """Start no worker yet: they are forked when iteration begins. Without any, this process makes the batches.
 
-        Args:
-            dataset: returns this rank's batches; the loader moves it to its own position.
-            workers: number of processes that make batches; 0 to make them in this process.
-            pin_memory: copy batches to page-locked memory, for asynchronous copies to a GPU.
+        The loader moves the dataset to its own position. With `pin_memory`, batches are copied to page-locked memory,
+        for asynchronous copies to a GPU.
         """
         super().__init__(
             dataset,

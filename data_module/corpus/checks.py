@@ -126,9 +126,7 @@ def tokenizer_file(settings: CorpusSettings) -> Path | None:
 def given_tokenizer(settings: CorpusSettings, earlier: Tokenizer | None = None) -> Tokenizer | None:
     """Return the tokenizer to use in place of one learned from the text, after checking it; None to learn one.
 
-    Args:
-        settings: the recipe's `corpus:` section.
-        earlier: the tokenizer of the run to start from or to resume, if there is one.
+    `earlier` is the tokenizer of the run to start from or to resume, if there is one.
 
     Raises:
         InputError: a tokenizer is not what the settings ask for; or `corpus.tokenizer` is another one than `earlier`,
@@ -290,12 +288,7 @@ def check_text(settings: CorpusSettings) -> TextChecker:
 
 
 def source_warnings(settings: CorpusSettings, checked: TextChecker) -> list[str]:
-    """Return one line for each likely mistake that does not prevent preparation.
-
-    Args:
-        settings: the recipe's `corpus:` section.
-        checked: all text, after it was checked.
-    """
+    """Return one line for each likely mistake that does not prevent preparation."""
     train, every = checked.found["train"], list(chain.from_iterable(checked.found.values()))
     warnings = [line for source in every for line in source.marks]
     if any(map(is_composed, set().union(*(source.characters for source in every)))):
@@ -325,10 +318,6 @@ def size_warnings(settings: CorpusSettings, checked: TextChecker) -> list[str]:
 
     Neither matters for a run that starts from the weights and the tokenizer of another one. A vocabulary that the text
     does not allow is refused by `builder.check_vocabulary_size`.
-
-    Args:
-        settings: the recipe's `corpus:` section.
-        checked: all text, after it was checked.
     """
     train = checked.found["train"]
     pairs = sum(int(source.kept.sum()) for source in train)

@@ -35,11 +35,7 @@ huggingface_hub.logging.set_verbosity(logging.CRITICAL)
 def sentences(table: pa.Table, name: str, key: str, language: str) -> list[bytes]:
     """Return one language's sentences. They are read as bytes, because a file may hold invalid UTF-8.
 
-    Args:
-        table: rows of a file.
-        name: the file.
-        key: the recipe's key that names the language.
-        language: the language.
+    Messages name the file and `key`, the recipe's key that names the language.
 
     Raises:
         InputError: the table has no `translation` column, or the column lacks the language or is not text.

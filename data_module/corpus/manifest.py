@@ -255,12 +255,7 @@ def _text_name(text: PlainValues) -> str:
 def changes(name: str, had: Any, wanted: Any) -> list[str]:
     """Return the differences between the stored and the wanted value of a key, one phrase each.
 
-    Each phrase begins with the key that differs.
-
-    Args:
-        name: the key, "" for a whole recipe.
-        had: the stored value, a dictionary if it has keys of its own.
-        wanted: the value that is asked for now.
+    Each phrase begins with the key that differs; `name` is "" for a whole recipe.
     """
     if isinstance(had, dict) and isinstance(wanted, dict):
         names = {key: f"{name}.{key}" if name else key for key in {**wanted, **had}}

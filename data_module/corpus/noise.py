@@ -56,12 +56,8 @@ _SENTENCE_END = re.compile(rf"(?<=[\w{_MARKS}]{{3}}[{_FINAL}]) (?=\S)")
 def draw_kinds(settings: NoiseSettings, num_pairs: int, random: Generator) -> NDArray[np.bool_]:
     """Draw the kinds of noise that each pair gets.
 
-    Kinds are drawn independently of each other, except that a pair gets at most one of `CASINGS`.
-
-    Args:
-        settings: the probability of each kind.
-        num_pairs: number of pairs.
-        random: draws a uniform number per pair for the casing, and one for each other kind, whatever the settings.
+    Kinds are drawn independently of each other, except that a pair gets at most one of `CASINGS`. A uniform number per
+    pair is drawn for the casing, and one for each other kind, whatever the settings.
 
     Returns:
         Whether each pair gets each kind, bool [num_pairs, len(NOISE_KINDS)]; columns as in `NOISE_KINDS`.
@@ -81,18 +77,10 @@ def draw_kinds(settings: NoiseSettings, num_pairs: int, random: Generator) -> ND
 def add_noise(
     source: str, target: str, kinds: Sequence[str], random: Generator, protected: frozenset[str] = frozenset()
 ) -> tuple[str, str]:
-    """Return a pair of sentences with noise.
+    """Return a pair of sentences, whose white space is and stays normalized, with some of `NOISE_KINDS`, in that order.
 
-    Args:
-        source: a sentence whose white space is normalized; see `normalize_white_space`. It stays normalized.
-        target: its translation.
-        kinds: some of `NOISE_KINDS`, which are applied in that order.
-        random: the result is a function of its state and the other arguments.
-        protected: symbols, such as the user symbols of a tokenizer. Words that contain one stay as they are.
-
-    Returns:
-        Source and target. The target differs where the noise changes what a correct translation is: in the casing and
-        in inserted strings.
+    Words that contain a protected symbol, such as a user symbol of the tokenizer, stay as they are. The target differs
+    where the noise changes what a correct translation is: in the casing and in inserted strings.
     """
     for kind in filter(kinds.__contains__, NOISE_KINDS):
         if kind in CASINGS:
@@ -186,11 +174,6 @@ def misspell(text: str, random: Generator, protected: frozenset[str] = frozenset
 
     Words with digits, addresses, and words with a protected symbol stay as they are. A word that has no spaces around
     it because its script has none, such as a Chinese sentence, gets one error at most.
-
-    Args:
-        text: a sentence.
-        random: draws one number per word, and more for each word that is misspelled.
-        protected: symbols that have to stay whole.
     """
     words = text.split(" ")
     # One draw for all words: scalar draws take most of the time otherwise.

@@ -75,12 +75,7 @@ def fingerprint(name: str, path: Path) -> SourceFile:
 def read_pairs(
     text: TextSource, settings: CorpusSettings, marks: tuple[StrayMarks, StrayMarks] | None = None
 ) -> Iterator[PairChunk]:
-    """Read a source once, from its first pair to its last, about a megabyte at a time.
-
-    Args:
-        text: the source.
-        settings: the recipe's `corpus:` section.
-        marks: look for stray marks of source and target, and note them there.
+    """Read a source once, about a megabyte at a time, and add the stray marks of both sides to `marks`.
 
     Raises:
         InputError: see `Reader.chunks`; or there is no text, or a line is invalid UTF-8 and `corpus.drop_invalid_utf8`

@@ -43,7 +43,7 @@ def prepare(
     force: bool = False,
     progress: bool = True,
 ) -> Manifest:
-    """Create the corpus folder unless it exists and is up to date.
+    """Create the corpus folder unless it exists and is up to date; return its manifest.
 
     If two processes prepare the same folder, the second waits for the first and uses its corpus.
 
@@ -53,9 +53,6 @@ def prepare(
             `vocabulary_size`.
         force: rebuild the corpus even if it is up to date or was made from other inputs.
         progress: show progress bars on standard error for stages of more than two seconds.
-
-    Returns:
-        The manifest.
 
     Raises:
         InputError: the settings or a source are invalid; the folder is no corpus, or one that is truncated, of another
@@ -141,9 +138,7 @@ def without_garbage_collection() -> Iterator[None]:
 def existing_corpus(settings: CorpusSettings, *, compare_texts: bool) -> Manifest | None:
     """Return the manifest of the corpus that is in the folder, after comparing it; None if the folder holds nothing.
 
-    Args:
-        settings: the recipe's `corpus:` section.
-        compare_texts: read all texts, if they are available here, to check that the corpus was made from them.
+    With `compare_texts`, all texts are read, if they are available here, to check that the corpus was made from them.
 
     Raises:
         InputError: the folder is no corpus, or the corpus is truncated or was made from other inputs or settings.

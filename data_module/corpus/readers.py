@@ -30,12 +30,7 @@ class Reader(ABC):
     """
 
     def __init__(self, text: TextSource, languages: tuple[str, str]) -> None:
-        """Store the source and the names of its two languages; do not open anything yet.
-
-        Args:
-            text: the source as the recipe gives it.
-            languages: `source_language` and `target_language` of the source, or else of the corpus.
-        """
+        """Store the source and the names of its two languages, its own or the corpus's; do not open anything yet."""
         self.text = text
         self.languages = languages
 

@@ -166,11 +166,9 @@ class TokenStore:
     def map_all(self, longest: int) -> None:
         """Map all files now: this process and those that it forks keep them if the corpus is replaced or moved.
 
-        Args:
-            longest: number of tokens of the longest sentence according to the manifest.
-
         Raises:
-            InputError: lengths and offsets do not match one another, the tokens or the manifest.
+            InputError: lengths and offsets do not match one another, the tokens or the manifest, which says how long
+                the longest sentence is.
         """
         tokens, offsets, lengths = self.tokens, self.offsets, self.lengths
         types = [tokens.dtype in (np.uint16, np.uint32), offsets.dtype == np.int64, lengths.dtype == np.uint16]

@@ -134,17 +134,9 @@ def write_variants(
     settings: CorpusSettings,
     advance: Callable[[int], object],
 ) -> list[TokenCounts]:
-    """Write all variants of the training split; variant 0 replaces the plain encoding.
+    """Write all variants of the training split, and return the counts of each; variant 0 replaces the plain encoding.
 
-    Args:
-        folder: the corpus folder, which is not complete yet.
-        text: the training text.
-        tokenizer: the tokenizer of the corpus.
-        settings: the recipe's `corpus:` section.
-        advance: called with the number of pairs that have been written.
-
-    Returns:
-        For each variant, its `token_counts`.
+    `advance` is called with the number of pairs that have been written.
 
     Raises:
         InputError: a process that encodes has been killed.

@@ -71,10 +71,8 @@ class DropoutEncoder:
     def __init__(self, tokenizer: Tokenizer, dropout: float) -> None:
         """Read the merges: two pieces can be merged if their concatenation is a piece, whose score is the priority.
 
-        Args:
-            tokenizer: a byte-pair encoding; see `Tokenizer.is_bpe`.
-            dropout: probability in [0, 1] to leave a merge out. With 0 the result is that of `Tokenizer.encode`, with 1
-                it is the characters.
+        The tokenizer must be a byte-pair encoding; see `Tokenizer.is_bpe`. With a dropout of 0 the result is that of
+        `Tokenizer.encode`, with 1 it is the characters.
         """
         proto = tokenizer.proto()
         kinds = proto.SentencePiece
@@ -90,10 +88,7 @@ class DropoutEncoder:
 
         A word that occurs often has `MAX_SEGMENTATIONS` segmentations, of which each occurrence takes one at random.
         Words with a user symbol or a character that has no piece, and very long ones, get their plain segmentation.
-
-        Args:
-            sentences: their white space is normalized.
-            seed: seed of the random numbers.
+        The white space of the sentences is normalized.
         """
         draw = Random(seed).random
         split = [sentence.split(" ") for sentence in sentences]

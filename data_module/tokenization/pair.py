@@ -21,10 +21,7 @@ SPACE_MARK = "\u2581"
 def join_models(source: bytes, target: bytes, pieces: Sequence[str]) -> bytes:
     """Return the stored form.
 
-    Args:
-        source: the sentencepiece model of source sentences.
-        target: the sentencepiece model of target sentences.
-        pieces: the vocabulary in the order of the ids, beginning with the padding, unknown, begin and end symbols.
+    The vocabulary is in the order of the ids, beginning with the padding, unknown, begin and end symbols.
 
     Raises:
         InputError: a model is no sentencepiece model.
@@ -62,13 +59,7 @@ class PairEncoder:
     """Encodes text by one of the two models, as Transformers' MarianTokenizer does."""
 
     def __init__(self, model: bytes, pieces: Sequence[str], unk_id: int) -> None:
-        """Load a model.
-
-        Args:
-            model: the sentencepiece model.
-            pieces: the vocabulary in the order of the ids.
-            unk_id: id of the unknown symbol.
-        """
+        """Load a sentencepiece model; `pieces` is the vocabulary in the order of the ids."""
         import sentencepiece  # as in `Tokenizer`
 
         self.processor = sentencepiece.SentencePieceProcessor()

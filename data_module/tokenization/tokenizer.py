@@ -281,9 +281,7 @@ class Tokenizer:
     def knows_other_form(self, sentence: str, ids: Sequence[int]) -> bool:
         """Return whether more characters of a sentence have pieces in the other one of the normal forms NFC and NFD.
 
-        Args:
-            sentence: the sentence.
-            ids: what `encode` returns for it.
+        `ids` are what `encode` returns for the sentence.
         """
         strange = sum(map(self._strange_ids.__contains__, ids))
         if not strange:
