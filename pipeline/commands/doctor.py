@@ -6,10 +6,10 @@ ranks of a job are missing or do not respond, which the next start may not repea
 
 import argparse
 
-from data_module.errors import printable
+from data_module.errors import InputError
 from data_module.files import user_path
 from pipeline.config.recipe import add_recipe_arguments
-from pipeline.runtime.launch import RANKS_MISSING, current_step, mistakes, report_mistake_to_script
+from pipeline.runtime.launch import RANKS_MISSING, current_step, report_mistake_to_script
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,14 +26,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run all checks and print the results; of several ranks, only the first one prints."""
-    # Printed before anything that takes time: another rank that waits for this one in vain ends the step.
-    wrong = mistakes()
-    for mistake in wrong:
-        print(printable(f"WRONG {mistake}"), flush=True)
+    job, wrong = None, 0
+    try:
+        job = current_step()
+    except InputError as mistake:
+        # Printed before anything that takes time: another rank that waits for this one in vain ends the step.
+        print(f"WRONG {mistake}", flush=True)
+        wrong = 1
     from pipeline.training.doctor import Question, run_checks  # Its imports take seconds.
 
     asked = Question(arguments.config, arguments.overrides, arguments.fresh, arguments.init_from)
-    code = run_checks(asked, None if wrong else current_step()) or int(bool(wrong))
+    code = run_checks(asked, job) or wrong
     if code not in (0, RANKS_MISSING):
         report_mistake_to_script()
     return code

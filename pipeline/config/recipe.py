@@ -17,7 +17,7 @@ from data_module.files import PlainValues, user_path
 from data_module.settings import BatchSettings, CorpusSettings
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from pipeline.config.recipe_files import RecipeLoader, extended, merge, plain_copy, read_extended
-from pipeline.config.schema import Checker, annotation, place_in, takes_text
+from pipeline.config.schema import Checker, annotation, place_in
 from pipeline.config.settings import RESERVED_KEYS, TRAINER_KEYS, MonitoringSettings, RunSettings
 
 
@@ -55,9 +55,6 @@ class Recipe:
         """Return the recipe with settings of a network that was imported from another program.
 
         Such a network has an output bias. A recipe need not repeat the bias or the activation.
-
-        Args:
-            network: the settings of the network.
         """
         if not network.get("output_bias"):
             return self
@@ -249,14 +246,9 @@ def _override(values: PlainValues, places: dict[str, str], arguments: list[str])
         argument = arguments.pop(0)
         key, equals, text = argument.removeprefix("--").partition("=")
         if not argument.startswith("--") or "." not in key:
-            as_what = "settings are given as --section.key value"
-            if argument.endswith(".yaml"):
-                as_what = "overlays are given as --config FILE"
-            elif meant := [f"--{place}" for place in _settings_named(key)]:
-                as_what = f"did you mean {' or '.join(meant)}?"
-                if not equals and arguments and not arguments[0].startswith("--"):
-                    arguments.pop(0)
-            elif argument.startswith("--") and not equals and arguments and not arguments[0].startswith("--"):
+            meant = " or ".join(f"--{setting}" for setting in _settings_named(key))
+            as_what = f"did you mean {meant}?" if meant else "settings are given as --section.key value"
+            if (meant or argument.startswith("--")) and not equals and arguments and not arguments[0].startswith("--"):
                 arguments.pop(0)
             mistakes.append(f"argument '{argument}' is unknown; {as_what}")
             continue
@@ -282,7 +274,7 @@ def _override(values: PlainValues, places: dict[str, str], arguments: list[str])
 
 def _parse(text: str, kind: object) -> object:
     """Parse a word of the command line for a key of type `kind`; a key that takes text gets it unchanged."""
-    if takes_text(kind):
+    if kind in (str, str | None):
         return None if text in ("", "null") else text
     try:
         value = yaml.load(text, RecipeLoader)

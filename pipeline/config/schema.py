@@ -18,13 +18,7 @@ Signature = dict[str, object]
 
 
 def annotation(key: str, kind: type, sections: Mapping[str, Signature]) -> object:
-    """Return the type annotation of a dotted key, Any if there is no such key.
-
-    Args:
-        key: the key, such as `corpus.train.source`.
-        kind: the dataclass of the whole.
-        sections: signatures of sections that have no dataclass.
-    """
+    """Return the type annotation of a key of `kind`, such as `corpus.train.source`; Any if there is no such key."""
     section, _, rest = key.partition(".")
     if section in sections:
         return sections[section].get(rest, Any)
@@ -34,11 +28,6 @@ def annotation(key: str, kind: type, sections: Mapping[str, Signature]) -> objec
             reached = typing.get_args(reached)[0]
         reached = typing.get_type_hints(reached).get(name, Any) if is_dataclass(reached) else Any
     return reached
-
-
-def takes_text(kind: object) -> bool:
-    """Return whether an annotation is `str` or `str | None`."""
-    return kind is str or kind == str | None
 
 
 def place_of(key: str, places: Mapping[str, str]) -> str | None:

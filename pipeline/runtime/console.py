@@ -121,25 +121,13 @@ def user_message(error: Exception) -> str | None:
     return None
 
 
-def _has_no_room(descriptor: int) -> bool:
-    """Return whether a stream's disk is full. Its buffer does not show that: Python drops data that it cannot flush.
-
-    Raises OSError if the stream cannot be written.
-    """
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
-        return os.fstatvfs(descriptor).f_bavail == 0
-    if stat.S_ISCHR(mode) and not os.isatty(descriptor):
-        os.write(descriptor, b"\n")
-    return False
-
-
 def _full_stream() -> str:
     """Return the standard stream that cannot be written, or else the folders where libraries write files."""
     for name, stream in (("output", sys.stdout), ("error", sys.stderr)):
         try:
-            stream.flush()
-            is_full = _has_no_room(stream.fileno())
+            stream.flush()  # Where it fails, Python drops the data: the next call does not fail.
+            descriptor = stream.fileno()
+            is_full = stat.S_ISREG(os.fstat(descriptor).st_mode) and os.fstatvfs(descriptor).f_bavail == 0
         except UnsupportedOperation:  # no file, as in a notebook
             is_full = False
         except OSError:

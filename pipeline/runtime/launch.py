@@ -74,36 +74,27 @@ class JobStep:
         return f"{node_name()} rank {self.rank}"
 
 
-def mistakes(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the mistakes in how this process was started inside a job, each with what to do."""
-    if not _in_job(environment) or int(environment.get("SLURM_NTASKS", 1)) == 1:
-        return []
-    tasks = environment["SLURM_NTASKS"]
-    if _in_terminal(environment):
-        return [
-            f"the step has {tasks} tasks, and only this one runs in the terminal of srun --pty; start ranks with"
-            " srun --overlap, or ask for one task"
-        ]
-    if not _in_step(environment):
-        return [f"the job has {tasks} tasks and this process was not started by srun; start it with srun"]
-    counts = _tasks_by_node(environment)
-    if len(set(counts)) > 1:
-        return [f"the step has {counts} tasks on its nodes; give every node the same number with --ntasks-per-node"]
-    return []
-
-
 def current_step(environment: Mapping[str, str] = os.environ) -> JobStep | None:
     """Return the step that srun started this process in; None outside a job and for a single process.
 
     A single process was started without srun, or in the terminal of `srun --pty`.
 
-    Raises InputError if `mistakes` finds any.
+    Raises InputError if several tasks were not started by srun, or not the same number on each node.
     """
-    if wrong := mistakes(environment):
-        raise InputError(wrong[0])
+    tasks = int(environment.get("SLURM_NTASKS", 1))
+    if tasks > 1 and _in_terminal(environment):
+        raise InputError(
+            f"the step has {tasks} tasks, and only this one runs in the terminal of srun --pty; start ranks with"
+            " srun --overlap, or ask for one task"
+        )
+    if tasks > 1 and _in_job(environment) and not _in_step(environment):
+        raise InputError(f"the job has {tasks} tasks and this process was not started by srun; start it with srun")
     if not is_task(environment):
         return None
     counts = _tasks_by_node(environment)
+    if len(set(counts)) > 1:
+        hint = "give every node the same number with --ntasks-per-node"
+        raise InputError(f"the step has {counts} tasks on its nodes; {hint}")
     return JobStep(
         job=environment["SLURM_JOB_ID"],
         rank=int(environment["SLURM_PROCID"]),

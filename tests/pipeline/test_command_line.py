@@ -1,9 +1,11 @@
 """Recipes on the command line, with and without `--config`."""
 
 import errno
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -78,7 +80,7 @@ def test_control_characters_are_printed_escaped(capsys: pytest.CaptureFixture[st
     assert last.startswith("error: \\x1b[2J: ")
 
 
-def test_a_full_standard_stream_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_standard_stream_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     way_out = "No space left on device; make room, then run the same command again"
     for name, said in (("stdout", "standard output"), ("stderr", "standard error")):
@@ -87,9 +89,11 @@ def test_a_full_standard_stream_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
             stream.write("text")
             patch.setattr(sys, name, stream)
             assert user_message(full) == f"{said}: {way_out}"
-            with suppress(OSError):  # Python drops what it could not write.
-                stream.flush()
-            assert user_message(full) == f"{said}: {way_out}"
             with suppress(OSError):
                 stream.close()
+        with monkeypatch.context() as patch, (tmp_path / "on a full disk").open("w") as stream:
+            patch.setattr(sys, name, stream)  # Python has dropped what it could not write.
+            own = stream.fileno()
+            patch.setattr(os, "fstatvfs", lambda found, own=own: SimpleNamespace(f_bavail=int(found != own)))
+            assert user_message(full) == f"{said}: {way_out}"
     assert str(user_message(full)).startswith("a temporary file, in ")
