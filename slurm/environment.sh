@@ -80,6 +80,20 @@ need_nodes() {
     exit 2
 }
 
+# Submit a job after the one before it, with the options of all jobs: submit NAME [OPTION ...] SCRIPT [ARGUMENT ...]
+# If sbatch rejects it, the first job is cancelled, and with it those that depend on it.
+submit() {
+    local id after=(${previous:+--dependency=afterok:$previous --kill-on-invalid-dep=yes})
+    read -r -a all <<<"${JOB_OPTIONS:-}"
+    if ! id=$(sbatch --parsable "--job-name=$1" "${after[@]}" "${all[@]}" "${@:2}"); then
+        [[ -z ${first:-} ]] || scancel "$first"
+        say "sbatch rejected the $1 job, see above; the other jobs are cancelled"
+        exit 2
+    fi
+    previous=${id%%;*} first=${first:-${id%%;*}}
+    echo "$1 $previous"
+}
+
 # Run a pipeline command on all tasks and return its exit code. If one task fails, srun ends all of them.
 # A signal interrupts `wait`; the command handles signals itself, so wait again until it has ended.
 step() {

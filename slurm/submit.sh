@@ -14,7 +14,6 @@ if [[ $# -eq 0 ]]; then
     echo "a recipe is required: slurm/submit.sh configs/wmt14_en_de_base.yaml" >&2
     exit 2
 fi
-read -r -a all <<<"${JOB_OPTIONS:-}"
 read -r -a more <<<"${TRAIN_OPTIONS:-}"
 
 # One per line: run folder, and without corpus.test the texts of the evaluation.
@@ -23,24 +22,7 @@ mapfile -t paths <<<"$paths"
 paths=("${paths[@]/#-/./-}") # no options
 run=${paths[0]}
 
-submit() {
-    local name=$1 after=$2
-    shift 2
-    local id
-    if ! id=$(sbatch --parsable ${after:+--dependency=afterok:$after --kill-on-invalid-dep=yes} "${all[@]}" "$@"); then
-        # The jobs that depend on the first one are cancelled with it.
-        [[ -z $after ]] || scancel "${prepared##* }"
-        say "sbatch rejected the $name job, see above; the other jobs are cancelled"
-        exit 2
-    fi
-    echo "$name ${id%%;*}"
-}
-
-name=$(basename -- "$run")
-prepared=$(submit prepare "" slurm/prepare.sbatch "$@")
-echo "$prepared"
-trained=$(submit train "${prepared##* }" "${more[@]}" slurm/train.sbatch "$@")
-echo "$trained"
-evaluated=$(submit evaluate "${trained##* }" slurm/evaluate.sbatch "${paths[@]}")
-echo "$evaluated"
-submit export "${evaluated##* }" slurm/export.sbatch "$run" "exports/$name"
+submit prepare slurm/prepare.sbatch "$@"
+submit train "${more[@]}" slurm/train.sbatch "$@"
+submit evaluate slurm/evaluate.sbatch "${paths[@]}"
+submit export slurm/export.sbatch "$run" "exports/$(basename -- "$run")"

@@ -21,13 +21,11 @@ words=("$1" --config "$2")
 shift 2
 [[ ${1:--} == -* ]] || { words+=(--text "$1") && shift; }
 words+=("$@")
-read -r -a all <<<"${JOB_OPTIONS:-}"
 read -r -a training <<<"${TRAIN_OPTIONS:-}"
 read -r -a translating <<<"${TRANSLATE_OPTIONS:-}"
 
 # A line for each stage: its name, its command, and for those two its recipe.
 stages=$("${python[@]}" "${program[@]}" synthesize "${words[@]}" --plan) || exit 2
-first="" previous=""
 while IFS=$'\t' read -r name command recipe; do
     case $command in
     prepare) job=(slurm/prepare.sbatch "$recipe") ;;
@@ -35,13 +33,5 @@ while IFS=$'\t' read -r name command recipe; do
     translate) job=(--array=0-3 "${translating[@]}" slurm/synthesize.sbatch "${words[@]}" --stage "$name") ;;
     *) job=(slurm/synthesize.sbatch "${words[@]}" --stage "$name") ;;
     esac
-    after=(${previous:+--dependency=afterok:$previous --kill-on-invalid-dep=yes})
-    if ! id=$(sbatch --parsable --job-name="$name" "${after[@]}" "${all[@]}" "${job[@]}"); then
-        # The jobs that depend on the first one are cancelled with it.
-        [[ -z $first ]] || scancel "$first"
-        say "sbatch rejected the job of $name, see above; the other jobs are cancelled"
-        exit 2
-    fi
-    previous=${id%%;*} first=${first:-${id%%;*}}
-    echo "$name $previous"
+    submit "$name" "${job[@]}"
 done <<<"$stages"
