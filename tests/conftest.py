@@ -163,12 +163,20 @@ def pipeline(*arguments: object, text: str | bytes | None = None, **options: Any
             timeout=300,
             **options,
         )
+    return _forked("pipeline", words, given, environment=environment, **options)
+
+
+def program(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess:
+    """Run Python code in a fork of a process that has imported PyTorch and Lightning; the output is bytes."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+    return _forked("tests.run_code", [code, *map(str, arguments)], None, environment=variables)
+
+
+def _forked(module: str, words: list[str], given: bytes | None, **options: Any) -> subprocess.CompletedProcess:
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         stdin.write(given or b"")
         stdin.seek(0)
-        process = ForkServer.shared().start(
-            "pipeline", words, environment=environment, stdin=stdin, stdout=stdout, stderr=stderr, **options
-        )
+        process = ForkServer.shared().start(module, words, stdin=stdin, stdout=stdout, stderr=stderr, **options)
         try:
             process.wait(300)
         finally:

@@ -25,7 +25,6 @@ from PIL import Image
 
 import pipeline
 from data_module.tokenization.tokenizer import Tokenizer
-from data_module.worker_processes import num_processors
 from model.attention_maps import attention_maps
 from pipeline.__main__ import main
 from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
@@ -33,8 +32,8 @@ from pipeline.inference.loading import load_translator
 from pipeline.inference.options import Prefixes, SearchOptions
 from pipeline.inference.translator import Translator
 from pipeline.training import fit
-from tests.conftest import ROOT, sentences, tiny_recipe, train_tokenizer
-from tests.conftest import pipeline as run_command
+from tests.conftest import ROOT, run_here, sentences, tiny_recipe, train_tokenizer
+from tests.conftest import refusal as refusal_of_command
 from tests.pipeline.test_export import make_model
 
 TEXTS = [*sentences(40, seed=40), "", "the dog", "\u3000\u200b"]
@@ -52,20 +51,10 @@ def refusal(call: Callable[[], object]) -> str:
     return line
 
 
-def test_there_are_six_names() -> None:
-    assert sorted(pipeline.__all__) == ["Hypothesis", "InputError", "Model", "Sampling", "load", "train"]
-    assert set(pipeline.__all__) <= set(dir(pipeline))
-    assert all(hasattr(pipeline, name) for name in pipeline.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'translate'"):
-        pipeline.translate  # type: ignore[attr-defined]  # noqa: B018
-
-
-def test_translations_are_the_commands(
-    model: pipeline.Model, trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_translations_are_the_commands(model: pipeline.Model, trained_run: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("".join(text + "\n" for text in TEXTS))
-    assert main(["translate", str(trained_run), "--source", str(tmp_path / "text")]) == 0
-    expected = capsys.readouterr().out.removesuffix("\n").split("\n")
+    printed, _ = run_here("translate", trained_run, "--source", tmp_path / "text")
+    expected = printed.removesuffix("\n").split("\n")
     assert model.translate(TEXTS) == expected
     assert model.translate(TEXTS[0]) == expected[0]
     assert (model.translate(""), model.translate([]), model.translate("\xa0")) == ("", [], "")
@@ -115,27 +104,17 @@ def test_threads_share_a_model(kind: str, model: pipeline.Model, operators: pipe
             assert found == alone
 
 
-@pytest.mark.parametrize("kind", ["checkpoint", "bundle"])
-def test_scores_are_the_commands(
-    kind: str,
-    model: pipeline.Model,
-    trained_run: Path,
-    bundle: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    used, path = (model, trained_run) if kind == "checkpoint" else (pipeline.load(bundle), bundle)
+def test_scores_are_the_commands(model: pipeline.Model, trained_run: Path, tmp_path: Path) -> None:
     sides = TEXTS, TEXTS[::-1]
     for name, lines in zip(("source", "target"), sides, strict=True):
         (tmp_path / name).write_text("".join(line + "\n" for line in lines))
-    files = ["--source", str(tmp_path / "source"), "--target", str(tmp_path / "target")]
-    assert main(["score", str(path), *files]) == 0
-    expected = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
-    for found, text, (total, count) in zip(used.score(*sides), sides[1], expected, strict=True):
+    printed, _ = run_here("score", trained_run, "--source", tmp_path / "source", "--target", tmp_path / "target")
+    expected = [line.split("\t") for line in printed.splitlines()]
+    for found, text, (total, count) in zip(model.score(*sides), sides[1], expected, strict=True):
         assert (found.text, found.num_tokens) == (text, int(count))
         assert found.log_probability == pytest.approx(float(total), abs=1e-4)
         assert found.score == pytest.approx(found.log_probability / ((5 + found.num_tokens) / 6) ** 0.6, rel=1e-5)
-    assert used.score([], []) == []
+    assert model.score([], []) == []
 
 
 def test_the_network_is_read_again_where_the_search_has_none(
@@ -185,21 +164,18 @@ def test_attention_is_the_networks(model: pipeline.Model, trained_run: Path) -> 
     assert "".join(other.target[:-1]).replace("\u2581", " ").strip() == "the dog"
 
 
-@pytest.mark.parametrize("kind", ["checkpoint", "bundle"])
-def test_pieces_of_a_translation_sum_to_its_score(kind: str, model: pipeline.Model, bundle: Path) -> None:
+def test_pieces_of_a_translation_sum_to_its_score(model: pipeline.Model) -> None:
     """Of the model's own, whose search gives the sum, as of a given one."""
-    used = model if kind == "checkpoint" else pipeline.load(bundle)
     for text in TEXTS[:12]:
-        [best] = used.translate(text, 1)
-        pieces = used.pieces(text)
+        [best] = model.translate(text, 1)
+        pieces = model.pieces(text)
         assert len(pieces) == best.num_tokens
         assert "".join(piece for piece, _ in pieces[:-1]).replace("\u2581", " ").strip() == best.text
         assert pieces[-1][0] == "</s>"
         assert sum(score for _, score in pieces) == pytest.approx(best.log_probability, abs=1e-4)
-        given = used.pieces(text, "the dog")
-        assert sum(score for _, score in given) == pytest.approx(used.score(text, "the dog").log_probability, abs=1e-6)
-    assert used.pieces("") == []
-    assert "give one text each, not ['a']" in refusal(lambda: used.pieces(["a"]))  # type: ignore[arg-type]
+        given = model.pieces(text, "the dog")
+        assert sum(score for _, score in given) == pytest.approx(model.score(text, "the dog").log_probability, abs=1e-6)
+    assert model.pieces("") == []
 
 
 def test_pictures_of_attention(model: pipeline.Model, tokenizer: Tokenizer) -> None:
@@ -223,29 +199,32 @@ def test_pictures_of_attention(model: pipeline.Model, tokenizer: Tokenizer) -> N
 
 def test_a_bundle_is_loaded_as_its_checkpoint(model: pipeline.Model, bundle: Path) -> None:
     for path in (bundle, str(bundle), bundle / "model.ts"):
-        assert pipeline.load(path).translate(TEXTS) == model.translate(TEXTS)
+        loaded = pipeline.load(path)
+        assert loaded.translate(TEXTS) == model.translate(TEXTS)
+    expected = model.pieces(TEXTS[0])
+    for found, piece in zip(loaded.pieces(TEXTS[0]), expected, strict=True):
+        assert found == (piece[0], pytest.approx(piece[1], abs=1e-4))
     greedy = pipeline.load(bundle, beam_size=1)
     assert "n_best 2: is more than the beam, 1" in refusal(lambda: greedy.translate("the dog", n_best=2))
     assert "a bundle has no attention weights; load the checkpoint" in refusal(lambda: greedy.attention("the dog"))
     assert greedy.recipe == model.recipe
 
 
-def test_commands_take_a_bundle(
-    trained_run: Path, bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_take_a_bundle(trained_run: Path, bundle: Path, tmp_path: Path) -> None:
+    """With the same scores, translations and warnings."""
     text = tmp_path / "text"
-    text.write_text("".join(line + "\n" for line in TEXTS))
+    text.write_text("".join(line + "\n" for line in [*TEXTS, "the m"]))
     printed = []
     for path in (trained_run, bundle):
-        assert main(["evaluate", str(path), "--source", str(text), "--reference", str(text), "--beam", "2"]) == 0
-        figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+        lines = run_here("evaluate", path, "--source", text, "--reference", text, "--beam", 2)[0].splitlines()
+        figures = json.loads(lines[-1])
         assert figures.pop("checkpoint").endswith("best.ckpt" if path == trained_run else "model.ts")
-        assert main(["translate", str(path), "--source", str(text), "--beam", "2"]) == 0
-        printed.append((figures, capsys.readouterr().out))
+        translations, said = run_here("translate", path, "--source", text, "--beam", 2)
+        printed.append((figures, translations, said.splitlines()[1:]))
     assert printed[0] == printed[1]
-    assert printed[0][1].count("\n") == len(TEXTS)
-    several = run_command("translate", bundle, "--source", text, "--beam", 2, "--devices", min(2, num_processors()))
-    assert several.stdout.decode() == printed[0][1], several.stderr
+    assert printed[0][1].count("\n") == len(TEXTS) + 1
+    [warning] = printed[0][2]
+    assert warning.startswith(f"line {len(TEXTS) + 1}: pieces that no training sentence has on this side")
 
 
 def test_damaged_bundles(bundle: Path, tmp_path: Path) -> None:
@@ -268,53 +247,48 @@ def test_damaged_bundles(bundle: Path, tmp_path: Path) -> None:
     assert "holds no checkpoint" in refusal(lambda: pipeline.load(folder))
 
 
-def test_mistakes_have_the_commands_lines(
-    model: pipeline.Model,
-    trained_run: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def command_line(*words: object) -> str:
-        with Path(os.devnull).open() as empty, monkeypatch.context() as patch:
-            patch.setattr(sys, "stdin", empty)
-            assert main(list(map(str, words))) == 2
-        return capsys.readouterr().err.splitlines()[-1].removeprefix("error: ")
+def test_mistakes_have_the_commands_lines(trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text.ckpt").write_text("no checkpoint")
+    with Path(os.devnull).open() as empty:
+        monkeypatch.setattr(sys, "stdin", empty)
+        for path in (tmp_path / "none", tmp_path / "text.ckpt", tmp_path):
+            line = refusal(lambda path=path: pipeline.load(path))  # type: ignore[misc]
+            assert f"error: {line}" == refusal_of_command("translate", path)
+        line = refusal(lambda: pipeline.load(trained_run, beam_size=0))
+        assert f"error: {line}" == refusal_of_command("translate", trained_run, "--beam", 0)
 
-    missing, text = tmp_path / "none", tmp_path / "text.ckpt"
-    text.write_text("no checkpoint")
-    for path in (missing, text, tmp_path):
-        assert refusal(lambda path=path: pipeline.load(path)) == command_line("translate", path)  # type: ignore[misc]
-    said = command_line("translate", trained_run, "--beam", 0)
-    assert refusal(lambda: pipeline.load(trained_run, beam_size=0)) == said
-    assert "n_best 0: must be 1 or more" in refusal(lambda: model.translate("a", n_best=0))
-    assert "sentences: number 2 is nan, not text" in refusal(lambda: model.translate(["a", float("nan")]))  # type: ignore[list-item]
-    assert "n_best 2: sampling draws one" in refusal(lambda: model.translate("a", 2, sample=pipeline.Sampling()))
-    assert "sample: top_k 0 must be" in refusal(lambda: model.translate("a", sample=pipeline.Sampling(top_k=0)))
+
+def test_wrong_arguments_are_refused_in_one_line(model: pipeline.Model) -> None:
+    api: Any = model  # which takes any types
+    half = json.loads('"a \\ud83d"')
+    mistake = "number 2 has half of a surrogate pair, \\ud83d, which is no character; remove it"
+    for call, said in (
+        (lambda: api.translate("a", n_best=0), "n_best 0: must be 1 or more"),
+        (lambda: api.translate(["a", float("nan")]), "sentences: number 2 is nan, not text"),
+        (lambda: api.translate("a", 2, sample=pipeline.Sampling()), "n_best 2: sampling draws one"),
+        (lambda: api.translate("a", sample=True), "sample True: give a pipeline.Sampling"),
+        (lambda: api.attention("a", ["b", "c"]), "give one text each, not ['b', 'c']"),
+        (lambda: api.pieces(["a"]), "give one text each, not ['a']"),
+        (lambda: api.score(["a", "b"], ["a"]), "2 sources and 1 targets"),
+        (lambda: api.score("a", ["a"]), "1 sources and 1 targets"),
+        (lambda: api.translate(["a", half]), f"sentences: {mistake}"),
+        (lambda: api.translate(["a", half], 2), f"sentences: {mistake}"),
+        (lambda: api.score(["a", half], ["a", "a"]), f"sources: {mistake}"),
+        (lambda: api.score(["a", "a"], ["a", half]), f"targets: {mistake}"),
+        (lambda: api.attention(half), "half of a surrogate pair"),
+        (lambda: api.attention("a", half), "half of a surrogate pair"),
+    ):
+        assert said in refusal(call)
     for values, said in (
         ({"temperature": "x"}, "temperature 'x' must be a number"),
         ({"top_p": None}, "top_p None must be a number"),
+        ({"top_k": 0}, "top_k 0 must be"),
         ({"top_k": 2.5}, "top_k 2.5 must be a whole number"),
         ({"seed": 1.5}, "seed 1.5 must be a whole number"),
         ({"seed": True}, "seed True must be a whole number"),
     ):
-        wrong = pipeline.Sampling(**values)  # type: ignore[arg-type]
-        assert f"sample: {said}" in refusal(lambda wrong=wrong: model.translate("a", sample=wrong))  # type: ignore
-    assert "sample True: give a pipeline.Sampling" in refusal(lambda: model.translate("a", sample=True))  # type: ignore
-    assert "give one text each, not ['b', 'c']" in refusal(lambda: model.attention("a", ["b", "c"]))  # type: ignore
-    assert "2 sources and 1 targets" in refusal(lambda: model.score(["a", "b"], ["a"]))
-    assert "1 sources and 1 targets" in refusal(lambda: model.score("a", ["a"]))  # type: ignore[call-overload]
-
-
-def test_half_of_a_surrogate_pair_is_named(model: pipeline.Model) -> None:
-    half = json.loads('"a \\ud83d"')
-    mistake = "number 2 has half of a surrogate pair, \\ud83d, which is no character; remove it"
-    assert refusal(lambda: model.translate(["a", half])) == f"sentences: {mistake}"
-    assert refusal(lambda: model.translate(["a", half], 2)) == f"sentences: {mistake}"
-    assert refusal(lambda: model.score(["a", half], ["a", "a"])) == f"sources: {mistake}"
-    assert refusal(lambda: model.score(["a", "a"], ["a", half])) == f"targets: {mistake}"
-    assert "half of a surrogate pair" in refusal(lambda: model.attention(half))
-    assert "half of a surrogate pair" in refusal(lambda: model.attention("a", half))
+        wrong: Any = pipeline.Sampling(**values)  # type: ignore[arg-type]
+        assert f"sample: {said}" in refusal(lambda wrong=wrong: api.translate("a", sample=wrong))  # type: ignore[misc]
     with pytest.warns(UserWarning, match="never seen"):
         assert model.translate("\U0001f600") == model.translate(["\U0001f600"])[0]
 

@@ -5,8 +5,6 @@ import multiprocessing
 import os
 import re
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +26,7 @@ from pipeline.training.doctor import Question, agree_on_recipe
 from pipeline.training.rank_checks import RankGroup, UnresponsiveRanksError, check_ranks
 from pipeline.training.recipe_checks import CheckResult, Report
 from pipeline.training.trainer import make_trainer, trainer_options
-from tests.conftest import ROOT
+from tests.conftest import ROOT, program
 
 FORK = multiprocessing.get_context("fork")
 STEP = JobStep(job="7", rank=0, local_rank=0, num_tasks=2, num_nodes=2, tasks_per_node=1, restarts=0)
@@ -48,10 +46,9 @@ EXIT = "ranks.exit_after(timedelta(seconds=3))"
 
 def said(*lines: str, exit_code: int = RANKS_MISSING) -> str:
     """Return the output of a rank that runs these lines and then waits."""
-    code = RANK + "\n".join([*lines, "time.sleep(60)"])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == exit_code, done.stderr
-    return done.stdout
+    done = program(RANK + "\n".join([*lines, "time.sleep(60)"]))
+    assert done.returncode == exit_code, done.stderr.decode()
+    return done.stdout.decode()
 
 
 def test_a_collective_that_hangs_is_reported() -> None:
@@ -269,57 +266,49 @@ def demo_recipe(options: list[str]) -> Recipe:
     return load_recipe([ROOT / "configs" / "demo.yaml"], options)
 
 
-@pytest.mark.parametrize("fails_on", [{1}, {0, 1}, set()])
-def test_a_recipe_that_a_rank_cannot_load_is_checked_by_none(tmp_path: Path, fails_on: set[int]) -> None:
-    """Otherwise the ranks would wait for one another in different checks."""
-    ranks = [RankGroup(JobStep(**{**vars(STEP), "rank": number})) for number in (0, 1)]
-    results: dict[int, tuple[Recipe | None, list[CheckResult]]] = {}
+Reported = tuple[Recipe | None, list[tuple[bool, str, str | None]]]
+
+
+def agreed(folder: Path, recipes: list[Recipe | None]) -> list[Reported]:
+    """What two ranks, each in a thread, agree on; None for a recipe that a rank cannot load."""
+    results: dict[int, Reported] = {}
 
     def agree(number: int) -> None:
-        ranks[number].location = f"rank {number}"
-        ranks[number].store = dist.FileStore(str(tmp_path / "store"), 2)
-        failed = number in fails_on
-        loaded = CheckResult(False, "no such file") if failed else CheckResult(True, "recipe demo")
-        results[number] = agree_on_recipe(ranks[number], None if failed else demo_recipe([]), loaded)
+        ranks = RankGroup(replace(STEP, rank=number))
+        ranks.location, ranks.store = f"rank {number}", dist.FileStore(str(folder / "store"), 2)
+        recipe = recipes[number]
+        loaded = CheckResult(False, "no such file") if recipe is None else CheckResult(True, "recipe demo")
+        found, reports = agree_on_recipe(ranks, recipe, loaded)
+        results[number] = found, [one[:3] for one in reports]
 
     threads = [threading.Thread(target=agree, args=(number,)) for number in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [results[number][0] is not None for number in (0, 1)] == [not fails_on] * 2
+    return [results[0], results[1]]
+
+
+@pytest.mark.parametrize("fails_on", [{1}, {0, 1}, set()])
+def test_a_recipe_that_a_rank_cannot_load_is_checked_by_none(tmp_path: Path, fails_on: set[int]) -> None:
+    """Otherwise the ranks would wait for one another in different checks."""
+    found = agreed(tmp_path, [None if number in fails_on else demo_recipe([]) for number in (0, 1)])
+    assert [recipe is not None for recipe, _ in found] == [not fails_on] * 2
     first = (False, "no such file", "") if 0 in fails_on else (True, "recipe demo", "")
     second = [(False, "no such file", "rank 1")] if fails_on == {1} else []
-    assert [[one[:3] for one in results[number][1]] for number in (0, 1)] == [[first], second]
+    assert [reports for _, reports in found] == [[first], second]
 
 
 def test_a_rank_with_another_recipe_says_what_differs(tmp_path: Path) -> None:
     """The run folder may be given by another way to it."""
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to("run")
-    options = [
-        [f"--run.folder={tmp_path / 'run'}"],
-        [f"--run.folder={tmp_path / 'link'}", "--training.warmup_steps=7"],
-    ]
-    results: dict[int, list[CheckResult]] = {}
-
-    def agree(number: int) -> None:
-        ranks = RankGroup(JobStep(**{**vars(STEP), "rank": number}))
-        ranks.location = f"rank {number}"
-        ranks.store = dist.FileStore(str(tmp_path / "store"), 2)
-        results[number] = agree_on_recipe(ranks, demo_recipe(options[number]), CheckResult(True, "recipe demo"))[1]
-
-    threads = [threading.Thread(target=agree, args=(number,)) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    first = demo_recipe([]).training.warmup_steps
-    different = f"another recipe than rank 0's: training.warmup_steps 7, not {first}; give all ranks the same"
-    assert [[one[:3] for one in results[number]] for number in (0, 1)] == [
-        [(True, "recipe demo", "")],
-        [(False, different, "rank 1")],
-    ]
+    ours = demo_recipe([f"--run.folder={tmp_path / 'run'}"])
+    theirs = demo_recipe([f"--run.folder={tmp_path / 'link'}", "--training.warmup_steps=7"])
+    steps = ours.training.warmup_steps
+    different = f"another recipe than rank 0's: training.warmup_steps 7, not {steps}; give all ranks the same"
+    reports = [reports for _, reports in agreed(tmp_path, [ours, theirs])]
+    assert reports == [[(True, "recipe demo", "")], [(False, different, "rank 1")]]
 
 
 @pytest.mark.parametrize("call", [lambda ranks: ranks.all_gather(1), RankGroup.leave])

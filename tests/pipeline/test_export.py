@@ -29,7 +29,7 @@ from pipeline.export.parity import Text
 from pipeline.inference.bundle_folder import bundle_of
 from pipeline.inference.loading import load_torchscript, load_translator
 from pipeline.inference.translator import Translator
-from tests.conftest import refusal
+from tests.conftest import refusal, run_here
 from tests.model.search_truth import VOCABULARY_SIZE, random_network
 
 LETTERS = "abcdefg"
@@ -98,13 +98,19 @@ def test_every_format_agrees_for_each_shape(tokenizer: Tokenizer, tmp_path: Path
 
 @pytest.mark.parametrize("name", ["model.ts", "model.pt2", "ctranslate2", "huggingface"])
 def test_a_format_that_differs_from_the_checkpoint_is_refused(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    tokenizer: Tokenizer, exported_search: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """ONNX is compared as model.pt2 is; C++ has a test of its own."""
     model, another = (make_model(tokenizer, num_layers=1, d_ff=size) for size in (48, 40))
     right = FORMATS[name]
-    wrong = right._replace(write=lambda bundle, path: right.write(bundle._replace(model=another), path))
-    monkeypatch.setitem(FORMATS, name, wrong)
+
+    def write(bundle: Any, path: Path) -> None:
+        if name == "model.pt2":
+            shutil.copy(exported_search, path)
+        else:
+            right.write(bundle._replace(model=another), path)
+
+    monkeypatch.setitem(FORMATS, name, right._replace(write=write))
     refusal = rf"{re.escape(name)} \(float32\): \d+ of 12 (greedy )?answers differ.* nothing was written"
     with pytest.raises(InputError, match=refusal):
         write_bundle(model, tmp_path, [name], TEXT, [])
@@ -230,17 +236,13 @@ def test_what_export_refuses(
     assert "is the working folder" in refused(best)
 
 
-def test_a_bundle_is_replaced_only_with_force(
-    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["export", str(trained_run), str(tmp_path / "bundle"), "--format", "torchscript"]
-    assert main(command) == 0
+def test_a_bundle_is_replaced_only_with_force(trained_run: Path, bundle: Path, tmp_path: Path) -> None:
+    command = ["export", trained_run, shutil.copytree(bundle, tmp_path / "bundle"), "--format", "torchscript"]
     mark = tmp_path / "bundle" / "mark"
     mark.touch()
-    assert main(command) == 2
-    assert "--force" in capsys.readouterr().err
+    assert "--force" in refusal(*command)
     assert mark.exists()
-    assert main([*command, "--force"]) == 0
+    run_here(*command, "--force")
     assert not mark.exists()
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
 

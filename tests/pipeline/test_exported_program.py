@@ -16,15 +16,10 @@ from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export import exported_program
 from pipeline.export.bundle_writer import bundle_files
 from pipeline.export.exported_program import ExportedSearch, write_exported_program
-from tests.model.search_truth import VOCABULARY_SIZE, random_network
-from tests.pipeline.test_export import make_model
+from tests.model.search_truth import VOCABULARY_SIZE
+from tests.pipeline.test_export import make_model, stops_at_first
 
 SOURCE = torch.tensor([[7, 9, 12, 5, 8, 3], [6, 3, 0, 0, 0, 0], [20, 11, 4, 3, 0, 0], [13, 14, 15, 16, 17, 3]])
-
-
-def exported(model: TrainedModel, n_best: int, folder: Path) -> ExportedSearch:
-    write_exported_program(model, n_best, '{"name": "letters"}', folder / "model.pt2")
-    return ExportedSearch(folder / "model.pt2")
 
 
 def answers(model: TrainedModel, source: torch.Tensor, n_best: int) -> BeamResult:
@@ -43,16 +38,14 @@ def assert_equal(found: BeamResult, expected: BeamResult) -> None:
         assert torch.allclose(ours, theirs, atol=1e-4)
 
 
-def test_the_search_with_the_first_stop_rule_and_what_it_refuses(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    decoding = DecodingSettings(beam_size=2, length_penalty=0.0, max_extra_tokens=4, stop_rule="first")
-    model = replace(make_model(tokenizer), network=random_network(), decoding=decoding)
-    search = exported(model, 2, tmp_path)
+def test_the_search_with_the_first_stop_rule_and_what_it_refuses(tokenizer: Tokenizer, exported_search: Path) -> None:
+    model, search = stops_at_first(tokenizer), ExportedSearch(exported_search)
     extra = {"card.json": ""}
-    torch.export.load(tmp_path / "model.pt2", extra_files=extra)
+    torch.export.load(exported_search, extra_files=extra)
     assert json.loads(extra["card.json"]) == {"name": "letters"}
     expected = answers(model, SOURCE, 2)
     assert_equal(search.beam(SOURCE, SOURCE > 0), expected)
-    other = answers(replace(model, decoding=replace(decoding, stop_rule="exact")), SOURCE, 2)
+    other = answers(replace(model, decoding=replace(model.decoding, stop_rule="exact")), SOURCE, 2)
     assert not torch.equal(other.lengths, expected.lengths)
     # One sentence, and one token.
     for one in (SOURCE[:1], SOURCE[3:, :1]):
@@ -81,7 +74,8 @@ def test_the_search_with_other_settings(
     tokenizer: Tokenizer, tmp_path: Path, decoding: dict[str, Any], n_best: int, shape: dict[str, Any]
 ) -> None:
     model = replace(make_model(tokenizer, **shape), decoding=DecodingSettings(**{"max_extra_tokens": 6, **decoding}))
-    search = exported(model, n_best, tmp_path)
+    write_exported_program(model, n_best, "{}", tmp_path / "model.pt2")
+    search = ExportedSearch(tmp_path / "model.pt2")
     for source in (SOURCE, SOURCE[1:2, :2]):
         assert_equal(search.beam(source, source > 0), answers(model, source, n_best))
 

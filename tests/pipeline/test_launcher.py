@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,12 +9,12 @@ from lightning.pytorch import Trainer
 
 from pipeline.compat.lightning import PatientLauncher
 from pipeline.training.trainer import strategy
-from tests.conftest import ROOT
+from tests.conftest import program
 
 RANK_0 = """
 import subprocess, sys, time
 from pipeline.compat.lightning import RankObserver
-rank_1 = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+rank_1 = subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(3)"])
 RankObserver([rank_1], patience_seconds={patience}).start()
 rank_1.wait()
 time.sleep({remaining})
@@ -33,8 +31,8 @@ sys.exit(2)
 )
 def test_rank_0_ends_by_itself_or_is_killed(patience: float, remaining: float, code: int, output: str) -> None:
     script = RANK_0.format(patience=patience, remaining=remaining)
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (code, output)
+    done = program(script)
+    assert (done.returncode, done.stderr.decode()) == (code, output)
 
 
 def test_several_devices_have_the_launcher() -> None:

@@ -147,13 +147,6 @@ def test_prepare_and_doctor_show_pieces(
     assert SPACED_SYMBOLS not in printed
 
 
-def test_a_bundle_has_the_record(run: Path, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", str(run), str(tmp_path / "bundle"), "--format", "torchscript"]) == 0
-    capsys.readouterr()
-    assert main(["translate", str(tmp_path / "bundle"), "--source", str(text)]) == 0
-    assert f"4 lines, the first are 3, 4, 5: {UNSEEN} '<PSS1P>'" in capsys.readouterr().err
-
-
 def test_without_a_record_nothing_counts(run: Path, tmp_path: Path, text: Path, capsys: Any) -> None:
     """As in checkpoints of 1.0."""
     contents = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)

@@ -5,8 +5,6 @@ If a test fails, the library has changed. The module named in the test explains 
 
 import inspect
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,11 +17,12 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import nn
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from pipeline.compat import pytorch
 from pipeline.compat.lightning import disable_signal_handling
 from pipeline.compat.metrics import chrf_score, chrf_statistics
-from tests.conftest import ROOT
+from tests.conftest import program
 
 
 def test_torchmetrics() -> None:
@@ -88,7 +87,8 @@ def test_pytorch_process_group() -> None:
 
     In a process of its own: in one that had run a thousand other tests, this once hung inside PyTorch.
     """
-    subprocess.run([sys.executable, "-c", PROCESS_GROUP], cwd=ROOT, check=True, timeout=120)
+    done = program(PROCESS_GROUP)
+    assert done.returncode == 0, done.stderr.decode()
 
 
 def test_pytorch_call_after_backward() -> None:
@@ -124,13 +124,12 @@ def test_pytorch_loops(tmp_path: Path) -> None:
     assert found(torch.tensor([2.0, 5.0])).tolist() == [14.0, 140.0]
 
 
-def test_pytorch_compiler() -> None:
+def test_pytorch_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch sets the variable by this function when its compiler is imported."""
     assert callable(AsyncCompile.warm_pool)
-    # In a process of its own: another test may have set the variable.
-    code = "import os, torch._dynamo, pipeline.compat.pytorch as p; "
-    code += "assert os.environ['TORCHINDUCTOR_CACHE_DIR'] == p.default_compiler_cache()"
-    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that what is set is removed afterwards
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    assert cache_dir() == os.environ["TORCHINDUCTOR_CACHE_DIR"] == pytorch.default_compiler_cache()
 
 
 def test_sacrebleu() -> None:

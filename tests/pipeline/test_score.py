@@ -28,7 +28,7 @@ from pipeline.inference.scoring import Scorer, align_words
 from pipeline.inference.text_io import Pair
 from pipeline.inference.translator import EMPTY, Translator
 from pipeline.training.marian_import import load_marian
-from tests.conftest import pipeline, refusal, sentences, train_tokenizer
+from tests.conftest import refusal, run_here, sentences, train_tokenizer
 from tests.model.search_truth import forced_log_probability, make_network, tolerance
 
 SOURCES = [*sentences(12, seed=5), "", "the dog", "\xa0 \u200b", "a ☃"]
@@ -68,10 +68,8 @@ def with_languages(trained: TrainedModel, path: Path, source: str, target: str) 
     return path
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: object) -> list[list[str]]:
-    capsys.readouterr()
-    assert main(["score", *map(str, words)]) == 0, capsys.readouterr().err
-    return [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+def run(*words: object) -> list[list[str]]:
+    return [line.split("\t") for line in run_here("score", *words)[0].splitlines()]
 
 
 def truths(model: TrainedModel, sources: list[str], targets: list[str]) -> list[tuple[float, int]]:
@@ -91,37 +89,25 @@ def test_scores_are_those_of_teacher_forcing(
     trained: TrainedModel,
     texts: tuple[Path, Path],
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In order, over windows and batches of several lengths; a pair of empty lines has no tokens."""
+    """In order, over windows and batches of several lengths; a pair of empty lines has no tokens.
+
+    The score of a piece is what it adds to the log-probability of the beginning of the target.
+    """
     monkeypatch.setattr(text_scoring, "CHUNK", 7)
-    model = {"run": trained_run, "bundle": bundle}[kind]
-    rows = run(capsys, model, "--source", texts[0], "--target", texts[1])
+    words = [{"run": trained_run, "bundle": bundle}[kind], "--source", texts[0], "--target", texts[1]]
+    rows = run(*words, "--pieces")
+    assert run(*words) == [row[:2] for row in rows]
     expected = truths(trained, SOURCES, TARGETS)
     expected[14] = (0.0, 0)
-    assert [int(count) for _, count in rows] == [count for _, count in expected]
+    assert [int(row[1]) for row in rows] == [count for _, count in expected]
     allowed = ROUNDED + tolerance(trained.network)
-    assert [float(total) for total, _ in rows] == pytest.approx([total for total, _ in expected], abs=allowed)
-
-
-@pytest.mark.parametrize("kind", ["run", "bundle"])
-def test_scores_of_pieces(
-    kind: str,
-    trained_run: Path,
-    bundle: Path,
-    trained: TrainedModel,
-    texts: tuple[Path, Path],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Each is what the piece adds to the log-probability of the beginning of the target."""
-    model = {"run": trained_run, "bundle": bundle}[kind]
-    rows = run(capsys, model, "--source", texts[0], "--target", texts[1], "--pieces")
-    assert rows[14] == ["0.0000", "0", "", ""]
+    assert [float(row[0]) for row in rows] == pytest.approx([total for total, _ in expected], abs=allowed)
+    assert rows.pop(14) == ["0.0000", "0", "", ""]
     tokenizer, vocabulary = trained.tokenizer, trained.tokenizer.pieces()
     for number, (total, count, pieces, scores) in enumerate(rows):
-        if number == 14:
-            continue
-        ids = encode_sources(tokenizer, [TARGETS[number]])[0][0]
+        place = number + (number >= 14)
+        ids = encode_sources(tokenizer, [TARGETS[place]])[0][0]
         assert pieces.split(" ") == [vocabulary[one] for one in ids]
         values = list(map(float, scores.split(" ")))
         assert len(values) == int(count)
@@ -133,17 +119,12 @@ def test_scores_of_pieces(
             assert values == pytest.approx(steps, abs=ROUNDED + 2 * tolerance(trained.network))
 
 
-def test_a_bundle_cuts_what_its_checkpoint_cuts(
-    trained_run: Path, bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bundle_cuts_what_its_checkpoint_cuts(trained_run: Path, bundle: Path, tmp_path: Path) -> None:
     texts = write(tmp_path / "source", ["a cat " * 700]), write(tmp_path / "target", ["the dog"])
-    scores, warnings = [], []
-    for model in (trained_run, bundle):
-        assert main(["score", str(model), "--source", str(texts[0]), "--target", str(texts[1])]) == 0
-        output = capsys.readouterr()
-        scores.append(float(output.out.split("\t")[0]))
-        warnings.append(output.err.splitlines()[-1].partition(": ")[2])
-    assert scores[1] == pytest.approx(scores[0], abs=ROUNDED * 2)
+    found = [run_here("score", model, "--source", texts[0], "--target", texts[1]) for model in (trained_run, bundle)]
+    first, second = (float(printed.split("\t")[0]) for printed, _ in found)
+    assert second == pytest.approx(first, abs=ROUNDED * 2)
+    warnings = [said.splitlines()[-1].partition(": ")[2] for _, said in found]
     assert warnings == ["line 1: longer than the 1024 tokens that the network reads; cut"] * 2
 
 
@@ -162,18 +143,16 @@ def test_each_side_has_its_tokenizer(marian: Path) -> None:
     assert scored.log_probability == pytest.approx(forced_log_probability(network.eval(), source, ids), abs=1e-3)
 
 
-def test_warnings_name_lines(
-    trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_warnings_name_lines(trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_scoring, "CHUNK", 2)
     source = write(tmp_path / "source", ["the dog", "a cat", "a ☃", "the▁dog"])
     target = write(tmp_path / "target", ["the dog", "a cat " * 700, "a cat", "☃"])
     source.write_bytes(source.read_bytes() + b"\xff\n")
     target.write_bytes(target.read_bytes() + b"a dog\n")
-    assert main(["score", str(trained_run), "--source", str(source), "--target", str(target)]) == 0
-    output = capsys.readouterr()
-    assert output.out.splitlines()[1].split("\t")[1] == "1024"
-    assert [line.partition(": ")[2] for line in output.err.splitlines()[1:]] == [
+    command = ["score", trained_run, "--source", source, "--target", target]
+    printed, said = run_here(*command)
+    assert printed.splitlines()[1].split("\t")[1] == "1024"
+    assert [line.partition(": ")[2] for line in said.splitlines()[1:]] == [
         "line 5: not valid UTF-8; invalid bytes were replaced",
         "line 2: longer than the 1024 tokens that the network reads; cut",
         f"3 lines, 3, 4, 5: {UNKNOWN} '☃'",
@@ -182,8 +161,8 @@ def test_warnings_name_lines(
     # Of an n-best list, lines of the source, each once.
     write(source, ["the dog", "a ☃", "a▁dog"])
     write(target, ["1\ta dog", "1\tthe dog", "2\ta", "2\tb", "2\tc", "3\td", "3\t☃"])
-    assert main(["score", str(trained_run), "--source", str(source), "--target", str(target), "--n-best", "1"]) == 0
-    assert [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()[1:]] == [
+    said = run_here(*command, "--n-best", 1)[1]
+    assert [line.partition(": ")[2] for line in said.splitlines()[1:]] == [
         f"2 lines, 2, 3: {UNKNOWN} '☃'",
         f"line 3: {MARK}",
     ]
@@ -194,9 +173,8 @@ def test_dual_cross_entropy(
     reverse: Path,
     trained: TrainedModel,
     texts: tuple[Path, Path],
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rows = run(capsys, trained_run, "--source", texts[0], "--target", texts[1], "--reverse", reverse)
+    rows = run(trained_run, "--source", texts[0], "--target", texts[1], "--reverse", reverse)
     forward, backward = truths(trained, SOURCES, TARGETS), truths(trained, TARGETS, SOURCES)
     for number, (row, one, other) in enumerate(zip(rows, forward, backward, strict=True)):
         if number == 14:
@@ -209,28 +187,26 @@ def test_dual_cross_entropy(
         assert float(row[4]) == pytest.approx(abs(first - second) + (first + second) / 2, abs=allowed)
 
 
-def test_a_list_is_sorted_again(
-    trained_run: Path, reverse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_list_is_sorted_again(trained_run: Path, reverse: Path, tmp_path: Path) -> None:
     source = write(tmp_path / "source", [*sentences(5, seed=1), "", "the dog"])
     words = ["translate", trained_run, "--source", source, "--beam", 3, "--n-best", 3, "--scores"]
-    expected = [line.split("\t") for line in pipeline(*words).stdout.decode().splitlines()]
+    expected = [line.split("\t") for line in run_here(*words)[0].splitlines()]
     plain = [f"{number}\t{text}" for number, _, text in expected]
     shuffled = random.Random(0).sample(plain, len(plain))
     target = write(tmp_path / "list", sorted(shuffled, key=lambda line: int(line.split("\t")[0])))
     assert target.read_text().splitlines() != plain
-    rows = run(capsys, trained_run, "--source", source, "--target", target, "--n-best", 3)
+    rows = run(trained_run, "--source", source, "--target", target, "--n-best", 3)
     assert [(row[0], row[2]) for row in rows] == [(row[0], row[2]) for row in expected]
     assert [float(row[1]) for row in rows] == pytest.approx([float(row[1]) for row in expected], abs=3e-4)
-    best = run(capsys, trained_run, "--source", source, "--target", target, "--n-best", 1)
+    best = run(trained_run, "--source", source, "--target", target, "--n-best", 1)
     assert best == [rows[0], *(row for row, before in zip(rows[1:], rows, strict=False) if row[0] != before[0])]
     # With a second model, the sum of both scores.
     other = write(tmp_path / "other", [row[2] for row in rows])
     repeated = write(tmp_path / "repeated", [source.read_text().splitlines()[int(row[0]) - 1] for row in rows])
     numbered = write(tmp_path / "numbered", [f"{place}\t0.0\t{row[2]}" for place, row in enumerate(rows, 1)])
-    both = run(capsys, trained_run, "--source", repeated, "--target", numbered, "--n-best", 1, "--reverse", reverse)
+    both = run(trained_run, "--source", repeated, "--target", numbered, "--n-best", 1, "--reverse", reverse)
     back = write(tmp_path / "back", [f"{n}\t{line}" for n, line in enumerate(repeated.read_text().splitlines(), 1)])
-    alone = run(capsys, reverse, "--source", other, "--target", back, "--n-best", 1)
+    alone = run(reverse, "--source", other, "--target", back, "--n-best", 1)
     sums = [float(one[1]) + float(two[1]) for one, two in zip(rows, alone, strict=True)]
     assert [float(row[1]) for row in both] == pytest.approx(sums, abs=3e-4)
 
@@ -293,12 +269,10 @@ def test_alignments_do_not_depend_on_padding(tokenizer: Any) -> None:
     assert (together[2], together[3]) == ([], [])
 
 
-def test_the_alignments_file(
-    trained_run: Path, texts: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_alignments_file(trained_run: Path, texts: tuple[Path, Path], tmp_path: Path) -> None:
     given = ["--source", texts[0], "--target", texts[1]]
-    with_file = run(capsys, trained_run, *given, "--alignments", tmp_path / "words")
-    assert with_file == run(capsys, trained_run, *given)
+    with_file = run(trained_run, *given, "--alignments", tmp_path / "words")
+    assert with_file == run(trained_run, *given)
     lines = (tmp_path / "words").read_text().split("\n")
     assert len(lines) == len(SOURCES) + 1
     for line, source, target in zip(lines, SOURCES, TARGETS, strict=False):
@@ -308,10 +282,10 @@ def test_the_alignments_file(
     assert any(lines)
     # Links and pipes are written to, not replaced.
     (tmp_path / "link").symlink_to(tmp_path / "linked")
-    run(capsys, trained_run, *given, "--alignments", tmp_path / "link")
+    run(trained_run, *given, "--alignments", tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     read_end, write_end = os.pipe()
-    run(capsys, trained_run, *given, "--alignments", f"/dev/fd/{write_end}")
+    run(trained_run, *given, "--alignments", f"/dev/fd/{write_end}")
     os.close(write_end)
     with os.fdopen(read_end, encoding="utf-8") as pipe:
         assert pipe.read() == (tmp_path / "linked").read_text() == "\n".join(lines)
@@ -390,13 +364,13 @@ def test_mistakes(
 
 @pytest.mark.parametrize("column", [0, 4])
 def test_the_best_pairs_are_kept(
-    column: int, trained_run: Path, reverse: Path, texts: tuple[Path, Path], tmp_path: Path, capsys: Any
+    column: int, trained_run: Path, reverse: Path, texts: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """In order, and as they are written; of one direction by log-probability for each token, of two by both."""
     words = [trained_run, "--source", texts[0], "--target", texts[1], *(["--reverse", reverse] if column else [])]
     kept = [tmp_path / side for side in ("source.kept", "target.kept")]
-    rows = run(capsys, *words, "--keep", 0.5, "--kept-source", kept[0], "--kept-target", kept[1])
-    assert rows == run(capsys, *words)
+    rows = run(*words, "--keep", 0.5, "--kept-source", kept[0], "--kept-target", kept[1])
+    assert rows == run(*words)
     full = [i for i in range(len(SOURCES)) if i not in (12, 13, 14)]  # those have an empty side
     cost = {i: float(rows[i][4]) if column else -float(rows[i][0]) / int(rows[i][1]) for i in full}
     best = sorted(sorted(full, key=cost.__getitem__)[: (len(full) + 1) // 2])

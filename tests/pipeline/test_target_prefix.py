@@ -1,5 +1,6 @@
 """Translations that begin with a given text: `--target-prefix`, `--target-prefixes` and the API's `target_prefix`."""
 
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from model.sampling import Sampling
 from pipeline.inference.options import SearchOptions
 from pipeline.inference.text_io import CHUNK
 from pipeline.inference.translator import EMPTY, Translator
-from tests.conftest import pipeline, refusal, train_tokenizer
+from tests.conftest import pipeline, refusal, run_here, train_tokenizer
 from tests.pipeline.test_translator import SETTINGS, make_network, make_sentences
 
 
@@ -85,16 +86,17 @@ def test_commands_bundles_and_the_api_agree(trained_run: Path, bundle: Path, tmp
     source, file, output = tmp_path / "text", tmp_path / "prefixes", tmp_path / "output"
     for path, lines in ((source, text), (file, prefixes)):
         path.write_text("".join(f"{line}\n" for line in lines))
-    words = ("translate", trained_run, "--source", source, "--target-prefixes", file)
-    one = pipeline(*words).stdout.decode().splitlines()
+    command = ("translate", trained_run, "--source", source)
+    words = (*command, "--target-prefixes", file)
+    one = run_here(*words)[0].splitlines()
     assert one == model.translate(text, target_prefix=prefixes)
     for line, prefix, given in zip(one, prefixes, text, strict=True):
         assert line.startswith(prefix) if given else line == ""
     assert pipeline(*words, "--devices", 2, "--output", output, "--shard-lines", CHUNK).returncode == 0
     assert output.read_text().splitlines() == one
     assert pipeline_api.load(bundle).translate(text, target_prefix=prefixes) == one
-    piped = pipeline("translate", trained_run, "--target-prefix", second, text=source.read_bytes())
-    assert piped.stdout.decode().splitlines() == model.translate(text, target_prefix=second)
+    same = run_here(*command, "--target-prefix", second)[0].splitlines()
+    assert same == model.translate(text, target_prefix=second)
     sampled = model.translate(text, sample=Sampling(2.0), target_prefix=second)
     assert all(line.startswith(second) for line in sampled if line)
     assert len(set(sampled)) > 3
@@ -106,20 +108,18 @@ def test_commands_bundles_and_the_api_agree(trained_run: Path, bundle: Path, tmp
     assert "was begun with another target_prefixes" in said
 
 
-def test_wrong_files_are_refused(trained_run: Path, tmp_path: Path) -> None:
+def test_wrong_files_are_refused(trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, file = tmp_path / "text", tmp_path / "prefixes"
-    source.write_text("a\nb\nc\n")
     file.write_text("\n\n")
     words = ("translate", trained_run, "--target-prefixes", file)
+    assert refusal(*words, "--target-prefix", "x").startswith("error: --target-prefixes: gives each line its own;")
+    for lines, message in ((3, "has fewer lines than the text"), (1, "has 2 lines, and standard input has")):
+        source.write_text("a\n" * lines)
+        with source.open() as stdin, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", stdin)
+            assert message in run_here(*words, code=2)[1]
+    source.write_text("a\nb\nc\n")
     message = f"error: --target-prefixes {file}: has 2 lines, and {source} has 3; give each line a prefix, or"
     assert refusal(*words, "--source", source).startswith(message)
-    assert refusal(*words, "--target-prefix", "x").startswith("error: --target-prefixes: gives each line its own;")
-    for text, message in (
-        (b"a\nb\nc\n", "has fewer lines than the text"),
-        (b"a\n", "has 2 lines, and standard input has"),
-    ):
-        done = pipeline(*words, text=text)
-        assert done.returncode == 2
-        assert message in done.stderr.decode()
     with pytest.raises(InputError, match="2 sentences and 1 target prefixes; give one for each"):
         pipeline_api.load(trained_run).translate(["a", "b"], target_prefix=["x"])

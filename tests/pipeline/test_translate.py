@@ -5,8 +5,6 @@ import json
 import os
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -23,7 +21,7 @@ from pipeline.inference import translator
 from pipeline.inference.options import SearchOptions
 from pipeline.inference.text_io import CHUNK, count_lines, read_sentences, sentences
 from pipeline.inference.translator import Hypothesis, Translation, Translator
-from tests.conftest import ROOT, pipeline, refusal
+from tests.conftest import pipeline, program, refusal
 
 PLAIN = b"the dog sees a cat"
 BAD_LINES = {
@@ -270,9 +268,7 @@ for first in (8, 48, 88):
 
 def test_products_of_many_sizes_take_no_memory(trained_run: Path) -> None:
     """A search has products of thousands of sizes, and PyTorch and oneDNN would keep half a megabyte for each."""
-    words = [sys.executable, "-c", PRODUCTS, str(trained_run)]
-    # The compiled search has no such products.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CXX": "no-such-compiler"}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    done = program(PRODUCTS, trained_run, CXX="no-such-compiler")  # The compiled search has no such products.
+    assert done.returncode == 0, done.stderr.decode()
     first, second, third = map(int, done.stdout.split())
     assert max(second, third) - first < 2e6
