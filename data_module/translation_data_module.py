@@ -78,11 +78,6 @@ class TranslationDataModule(LightningDataModule):
         if self._weights[0] and not fewest_pairs(*self._weights):
             raise InputError("corpus.train: an epoch may have no pairs with these weights; raise one")
         self.longest = 1 + max(variant.longest for variant in self.train_variants)
-        if self.longest > settings.batch_tokens:
-            raise InputError(
-                f"batches.batch_tokens {settings.batch_tokens} is less than the longest sentence of {folder}, "
-                f"{self.longest} tokens; raise it, or lower corpus.max_tokens"
-            )
         self.row_shape(1)  # Raises for a limit that is too small.
 
     def row_shape(self, world_size: int) -> RowShape:

@@ -1,6 +1,6 @@
 """Batches and their collation: packed micro-batches for training, padded batches for validation."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -67,15 +67,7 @@ class PackedBatch:
     """Maximum length of a segment."""
 
 
-_TENSORS = (
-    "source",
-    "source_positions",
-    "source_offsets",
-    "target_input",
-    "target_output",
-    "target_positions",
-    "target_offsets",
-)
+_TENSORS = [field.name for field in fields(PackedBatch) if field.type is Tensor]
 
 
 class PackedShape(NamedTuple):
@@ -140,8 +132,7 @@ class RankBatch:
 
     def __reduce__(self) -> tuple[object, ...]:
         # The default shares file descriptors, for which the receiving process must connect back to this one.
-        fields = {**vars(self), "ids": self.ids.numpy(), "pairs": self.pairs.numpy()}
-        return _from_numpy, (fields,)
+        return _from_numpy, ({**vars(self), "ids": self.ids.numpy(), "pairs": self.pairs.numpy()},)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "RankBatch":
         """Return a copy on another device."""
@@ -152,8 +143,8 @@ class RankBatch:
         return replace(self, ids=self.ids.pin_memory())
 
 
-def _from_numpy(fields: dict[str, Any]) -> RankBatch:
-    return RankBatch(**{**fields, "ids": torch.from_numpy(fields["ids"]), "pairs": torch.from_numpy(fields["pairs"])})
+def _from_numpy(values: dict[str, Any]) -> RankBatch:
+    return RankBatch(**{**values, "ids": torch.from_numpy(values["ids"]), "pairs": torch.from_numpy(values["pairs"])})
 
 
 def collate(

@@ -94,10 +94,7 @@ def plan_epoch(
         raise ValueError("there are no pairs to plan")
     longest = int(max(source_lengths.max(), target_lengths.max()))
     if longest > batch_tokens:
-        raise ValueError(
-            f"batches.batch_tokens {batch_tokens} must be at least {longest}, the tokens of the longest sentence; "
-            "raise it, or lower corpus.max_tokens"
-        )
+        raise ValueError(f"a pair of {longest} tokens does not fit in a batch of {batch_tokens}")
     random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
     order = np.arange(len(source_lengths), dtype=np.uint32) if pairs is None else pairs.astype(np.uint32)
     random.shuffle(order)

@@ -76,11 +76,12 @@ def row_shape(
         ValueError: the longest sentence does not fit in a row.
     """
     limit = max_tokens_per_device or batch_tokens
-    if longest > limit:
-        raise ValueError(
-            f"batches.max_tokens_per_device {limit} is less than the longest sentence, {longest} tokens; raise it, or "
-            "lower corpus.max_tokens"
-        )
+    for key, most in (("batch_tokens", batch_tokens), ("max_tokens_per_device", limit)):
+        if longest > most:
+            raise ValueError(
+                f"batches.{key} {most} is less than the longest sentence, {longest} tokens; raise it, or lower "
+                "corpus.max_tokens"
+            )
     # A batch that is full on the side with more tokens has this many tokens on each side, on average.
     shares = [batch_tokens * mean / max(mean_lengths) for mean in mean_lengths]
     # The fewest micro-batches whose rows fit on a device. The loop ends, since a row of just the longest sentence fits.

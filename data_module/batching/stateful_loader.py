@@ -115,7 +115,7 @@ class StatefulLoader(DataLoader[RankBatch]):
         )
         self._rank_batches = dataset
         self._position = (0, 0)
-        self.on_wait: Callable[[str], None] | None = None
+        self.on_wait: Callable[[str], None] = lambda _: None
         """Called with "data_wait" before waiting for a batch, and with "loop_overhead" after."""
 
     def check_worker_number_rationality(self) -> None:
@@ -132,18 +132,14 @@ class StatefulLoader(DataLoader[RankBatch]):
         with _naming_shared_memory(), signals_blocked():
             batches = super().__iter__()
         while True:
-            self._notify("data_wait")
+            self.on_wait("data_wait")
             with _naming_shared_memory():
                 batch = next(batches)
-            self._notify("loop_overhead")
+            self.on_wait("loop_overhead")
             # Workers are several batches ahead. The position counts only what training has received, so that a resumed
             # run neither repeats nor skips a batch.
             self._position = (batch.epoch, batch.index + 1)
             yield batch
-
-    def _notify(self, event: str) -> None:
-        if self.on_wait is not None:
-            self.on_wait(event)
 
     def __len__(self) -> int:
         return NEVER_ENDS

@@ -24,8 +24,6 @@ NOISE_KINDS: tuple[str, ...] = tuple(field.name for field in fields(NoiseSetting
 Strings are inserted last, so that no other kind changes them.
 """
 CASINGS: tuple[str, ...] = ("lower_case", "title_case", "upper_case")
-INSERTED_STRINGS = ("web_address", "email_address", "number", "emoji")
-"""The kinds that put a string into both sides."""
 TYPO_RATE = 1 / 6
 """Probability that a word of `MIN_LETTERS` letters or more is misspelled."""
 MIN_LETTERS = 4
@@ -238,7 +236,7 @@ _ALPHABETS = {"E": _ENDINGS, "D": digits, "N": digits[1:], "A": ascii_letters + 
 
 
 def string_of(kind: str, random: Generator) -> str:
-    """Return a string of one of `INSERTED_STRINGS`, such as `www.kado.eu/belmi`, `sen.zoti@mato.de` or `$104.20`."""
+    """Return a string to insert, such as `www.kado.eu/belmi`, `sen.zoti@mato.de` or `$104.20`."""
     if kind == "emoji":  # Most often one, at most three, alike or not.
         first, second = (_choice(_EMOJI, random) for _ in range(2))
         return _choice((first, first, first, first + second, first * 3), random)

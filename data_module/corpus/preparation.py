@@ -94,10 +94,13 @@ def _make(
     for warning in source_warnings(settings, checked):
         log.warning(warning)
     with ExitStack() as until_replaced, _replacing(folder) as temporary, without_garbage_collection():
-        inputs: Origin = {**wanted, "hub_revisions": _hub_revisions(settings)}
+        revisions: dict[str, str] = {}
+        for text in settings.texts():
+            revisions |= open_reader(text, settings).hub_revisions()
         tokenizer = given_tokenizer(settings, earlier) or learn_tokenizer(settings, checked, progress)
         for warning in [] if earlier else size_warnings(settings, checked):
             log.warning(warning)
+        inputs: Origin = {**wanted, "hub_revisions": revisions}
         manifest = write_corpus(settings, tokenizer, inputs, checked, temporary, progress)
         until_replaced.enter_context(_unused(folder))
     return manifest
@@ -165,14 +168,6 @@ def _wanted(settings: CorpusSettings) -> Inputs:
         "settings": _settings_dict(settings),
         "source_files": [fingerprint(name, path) for name, path in files.items()],
     }
-
-
-def _hub_revisions(settings: CorpusSettings) -> dict[str, str]:
-    """Return the commits of remote data sets, for information: a corpus is compared by its files' content."""
-    revisions: dict[str, str] = {}
-    for text in settings.texts():
-        revisions |= open_reader(text, settings).hub_revisions()
-    return revisions
 
 
 def _up_to_date(

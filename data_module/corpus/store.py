@@ -8,6 +8,7 @@ import hashlib
 import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -197,16 +198,16 @@ def lengths_with_eos(store: TokenStore) -> np.ndarray:
     return store.lengths + np.uint16(1)
 
 
+@dataclass(frozen=True)
 class ParallelCorpus:
     """One split's pairs: sentence i of `source` translates to sentence i of `target`."""
 
-    def __init__(self, source: TokenStore, target: TokenStore, identity: str, longest: int) -> None:
-        self.source = source
-        self.target = target
-        self.identity = identity
-        """A hash of the split's name and the manifest: corpora of other texts or settings have other hashes."""
-        self.longest = longest
-        """Number of tokens of the longest sentence of either side."""
+    source: TokenStore
+    target: TokenStore
+    identity: str
+    """A hash of the split's name and the manifest: corpora of other texts or settings have other hashes."""
+    longest: int
+    """Number of tokens of the longest sentence of either side."""
 
     def __len__(self) -> int:
         return len(self.source)

@@ -8,7 +8,7 @@ number of processes write the same bytes.
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,11 +68,8 @@ class VariantText:
         self._file.close()
 
 
-class _Encoded(NamedTuple):
-    """Sentences of one side: their ids one after another, and the number of ids of each."""
-
-    ids: NDArray[np.integer]
-    lengths: NDArray[np.int64]
+_Encoded: TypeAlias = tuple[NDArray[np.integer], NDArray[np.int64]]
+"""Sentences of one side: their ids one after another, and the number of ids of each."""
 
 
 class _ChunkEncoder:
@@ -106,7 +103,7 @@ class _ChunkEncoder:
             for i, ids in zip(too_long, plain_ids, strict=True):
                 sides[side][i] = ids
         source, target = (
-            _Encoded(np.concatenate(side_ids).astype(self.dtype), np.array([len(ids) for ids in side_ids]))
+            (np.concatenate(side_ids).astype(self.dtype), np.array([len(ids) for ids in side_ids]))
             for side_ids in sides
         )
         return source, target
@@ -152,7 +149,7 @@ def write_variants(
                 for source_chunk, target_chunk in islice(encoded, len(text.chunks)):
                     source.append_flat(*source_chunk)
                     target.append_flat(*target_chunk)
-                    advance(len(source_chunk.lengths))
+                    advance(len(source_chunk[1]))
             counts.append(token_counts(source, target))
     except RuntimeError as error:
         # PyTorch raises it in a signal handler, at any line. It names the processes, but not why they ended.

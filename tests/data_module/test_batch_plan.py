@@ -85,7 +85,7 @@ def test_the_window_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_sentence_that_is_longer_than_a_batch() -> None:
     for source, target in (([BATCH + 1], [5]), ([5], [BATCH + 1])):
-        with pytest.raises(ValueError, match=f"must be at least {BATCH + 1}, the"):
+        with pytest.raises(ValueError, match=f"a pair of {BATCH + 1} tokens does not fit"):
             plan_epoch(np.array(source), np.array(target), batch_tokens=BATCH, seed=1, epoch=0)
     assert len(plan_epoch(np.array([BATCH]), np.array([BATCH]), batch_tokens=BATCH, seed=1, epoch=0)) == 1
 

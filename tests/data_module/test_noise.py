@@ -9,7 +9,6 @@ from numpy.random import PCG64, Generator, SeedSequence
 
 from data_module.corpus.noise import (
     CASINGS,
-    INSERTED_STRINGS,
     NEIGHBOURS,
     NOISE_KINDS,
     add_noise,
@@ -147,7 +146,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("kind", INSERTED_STRINGS)
+@pytest.mark.parametrize("kind", ["web_address", "email_address", "number", "emoji"])
 def test_strings_have_their_form_and_rarely_repeat(kind: str) -> None:
     random = generator(4)
     strings = [string_of(kind, random) for _ in range(5000)]
