@@ -25,7 +25,7 @@ from pipeline.checkpointing.run_folder import (
 from pipeline.commands import averaging as command
 from pipeline.inference.metrics import METRICS, ExactMatch
 from pipeline.monitoring.run_metadata import final_metrics
-from tests.conftest import refusal
+from tests.conftest import refusal, run_here
 
 EVERY = 20
 
@@ -62,7 +62,7 @@ def log_scores(run: Path, bleu: Mapping[int, float | None]) -> None:
 
 def best(run: Path, count: int) -> dict[str, Any]:
     """Run the command and return what the average says about the choice."""
-    assert main(["average", str(run), "--best", str(count)]) == 0
+    run_here("average", run, "--best", count)
     return read_checkpoint(run / f"average-best-{count}.ckpt").contents["selection"]
 
 
@@ -88,11 +88,12 @@ def assert_average_of(run: Path, written: Path, steps: list[int]) -> None:
     [(4, 3, [3, 4, 5]), (4, 2, [4, 5]), (1, 3, [1, 2, 3]), (10, 3, [8, 9, 10]), (4.5, 1, [5]), (2, 10, range(1, 11))],
 )
 def test_the_checkpoints_around_the_best_validation_are_averaged(
-    run: Path, best_step: float, count: int, expected: list[int], capsys: pytest.CaptureFixture[str]
+    run: Path, best_step: float, count: int, expected: list[int]
 ) -> None:
     best_step = int(best_step * EVERY)
     log_scores(run, {EVERY: 3.0, best_step: 9.25, 10 * EVERY + 1: 8.0})
-    record = best(run, count)
+    printed, said = run_here("average", run, "--best", count)
+    record = read_checkpoint(run / f"average-best-{count}.ckpt").contents["selection"]
     steps = [EVERY * number for number in expected]
     assert record == {
         "option": f"--best {count}",
@@ -104,16 +105,15 @@ def test_the_checkpoints_around_the_best_validation_are_averaged(
     assert_average_of(run, path, steps)
     written = read_checkpoint(path).contents
     assert written["averaged"] == [f"step={step:08d}.ckpt" for step in steps]
-    output = capsys.readouterr()
-    assert output.out == f"{path}\n"
-    assert output.err == f"best validation: step {best_step}: BLEU 9.25\naveraged {', '.join(written['averaged'])}\n"
+    assert printed == f"{path}\n"
+    assert said == f"best validation: step {best_step}: BLEU 9.25\naveraged {', '.join(written['averaged'])}\n"
 
 
 def test_a_run_is_averaged_by_the_scores_that_it_logged(trained_run: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(trained_run, tmp_path / "run"))
     scores = {line["step"]: line["validation/bleu"] for line in read_metrics(run) if "validation/bleu" in line}
     output = tmp_path / "elsewhere" / "mean.ckpt"
-    assert main(["average", str(run), "--best", "1", "--output", str(output)]) == 0
+    run_here("average", run, "--best", 1, "--output", output)
     mean, kept = (read_checkpoint(path).contents for path in (output, run / "checkpoints/best.ckpt"))
     assert mean["selection"]["best_validation"]["bleu"] == max(scores.values())
     assert all(torch.equal(mean["state_dict"][name], tensor) for name, tensor in kept["state_dict"].items())
@@ -143,7 +143,7 @@ def test_another_metric_chooses_where_the_run_says_so(run: Path, monkeypatch: py
     assert best(run, 1)["best_validation"] == {"step": 4 * EVERY, "word_error_rate": 0}
 
 
-def test_the_likelihood_chooses_where_the_run_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_likelihood_chooses_where_the_run_says_so(run: Path) -> None:
     config = yaml.safe_load((run / "config.yaml").read_text())
     config["run"]["best_by"] = "likelihood"
     (run / "config.yaml").write_text(yaml.safe_dump(config))
@@ -151,8 +151,8 @@ def test_the_likelihood_chooses_where_the_run_says_so(run: Path, capsys: pytest.
     tag = "validation/negative_log_likelihood"
     lines = [json.dumps({"step": step * EVERY, "validation/bleu": step, tag: score}) for step, score in scores.items()]
     (run / "metrics.jsonl").write_text("\n".join([*lines, ""]))
+    assert "best validation: step 80: negative log-likelihood 1.2500\n" in run_here("average", run, "--best", 1)[1]
     assert best(run, 1)["best_validation"] == {"step": 4 * EVERY, "likelihood": 1.25}
-    assert "best validation: step 80: negative log-likelihood 1.2500\n" in capsys.readouterr().err
     assert final_metrics(SimpleNamespace(run=run), "likelihood")["best_validation"]["step"] == 4 * EVERY  # type: ignore[arg-type]
 
 

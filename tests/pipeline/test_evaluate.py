@@ -10,13 +10,12 @@ import pytest
 import sacrebleu
 
 from model.settings import DecodingSettings
-from pipeline.__main__ import main
 from pipeline.inference import evaluation
 from pipeline.inference.evaluation_text import EvaluationText, TextPart
 from pipeline.inference.metrics import METRICS
 from pipeline.inference.options import Prefixes, SearchOptions
 from pipeline.inference.text_io import Defects
-from tests.conftest import refusal
+from tests.conftest import refusal, run_here
 from tests.pipeline.test_metrics import Lines
 
 
@@ -41,22 +40,26 @@ class Repeat:
         return [SimpleNamespace(text=text, defects=Defects()) for text in texts]
 
 
+def evaluated(*options: object) -> dict[str, Any]:
+    """The figures that are printed last."""
+    return json.loads(run_here("evaluate", "this", *options)[0].splitlines()[-1])
+
+
 @pytest.fixture
-def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(evaluation, "load_translator", lambda path: Repeat(str(path)))
 
-    def evaluate(lines: int, *options: str) -> Any:
+    def evaluate(lines: int, *options: object) -> tuple[str, str]:
         text = tmp_path / "text"
         text.write_text("A dog sees 3 cats .\n" * lines)
-        assert main(["evaluate", "this", "--source", str(text), "--reference", str(text), *options]) == 0
-        return capsys.readouterr()
+        return run_here("evaluate", "this", "--source", text, "--reference", text, *options)
 
     return evaluate
 
 
 def test_a_registered_metric_is_printed_and_in_the_json(output: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METRICS, "line_length", Lines())
-    lines = output(5, "--versus", "other").out.splitlines()
+    lines = output(5, "--versus", "other")[0].splitlines()
     figures = json.loads(lines[-1])
     names = ["bleu", "bleu_lowercase", "chrf", "exact_match", "line_length"]
     assert [line.split()[0] for line in lines[:-1]] == names * 2
@@ -76,14 +79,14 @@ def test_several_references_metrics_by_name_and_scores_of_another_program(
     this.write_text("0.8\n0.9\n-1\n1e-1\n0.7\n")
     other.write_text("0.7\n" * 5)
     options = ["--reference", str(second), "--metric", "ter", "--versus", "other"]
-    printed = output(5, *options, "--scores", str(this), "--scores", str(other))
-    *_, versus, last = printed.out.splitlines()
+    printed, said = output(5, *options, "--scores", this, "--scores", other)
+    *_, versus, last = printed.splitlines()
     figures = json.loads(last)
     names = ["bleu", "bleu_lowercase", "chrf", "exact_match", "ter", "chrf2++", "scores"]
     assert sorted(name for name in figures if f"{name}_interval" in figures) == sorted(names)
     assert figures["bleu_signature"].startswith("nrefs:2|bs:1000|seed:12345|")
     assert figures["exact_match_signature"].startswith("nrefs:2|")
-    assert "text: without line_length, made for one reference of a sentence" in printed.err
+    assert "text: without line_length, made for one reference of a sentence" in said
     assert figures["scores"] == pytest.approx(0.3)
     assert figures["versus"]["scores_difference"] == pytest.approx(-0.4)
     assert figures["versus"]["ter"] == pytest.approx(
@@ -95,11 +98,10 @@ def test_several_references_metrics_by_name_and_scores_of_another_program(
     assert versus.startswith("scores")
 
 
-def test_scores_of_each_source(recipe: "dict[str, SeveralLanguages]", tmp_path: Path, capsys: Any) -> None:
+def test_scores_of_each_source(recipe: "dict[str, SeveralLanguages]", tmp_path: Path) -> None:
     numbers = tmp_path / "numbers"
     numbers.write_text("1\n2\n3\n4\n10\n20\n30\n5\n")
-    assert main(["evaluate", "this", "--scores", str(numbers)]) == 0
-    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    figures = evaluated("--scores", numbers)
     assert [figures["sources"][name]["scores"] for name in ("de", "fr")] == [3, 20]
     numbers.write_text("1\n2\n")
     assert "numbers: has 2 scores for 8 sentences; give one a sentence" in refusal(
@@ -137,7 +139,7 @@ def test_mistakes_are_refused_before_a_model_is_loaded(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize(("lines", "warns"), [(99, False), (100, True)])
 def test_translations_that_look_tokenized(output: Any, lines: int, warns: bool) -> None:
-    assert ("the translations look tokenized" in output(lines).err) is warns
+    assert ("the translations look tokenized" in output(lines)[1]) is warns
 
 
 @pytest.mark.parametrize(
@@ -149,12 +151,7 @@ def test_translations_that_look_tokenized(output: Any, lines: int, warns: bool) 
     ],
 )
 def test_the_language_chooses_bleu(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    language: str,
-    tokenizer: str,
-    words: str | None,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, language: str, tokenizer: str, words: str | None
 ) -> None:
     """Without the packages for Korean, characters count; all scores and the comparison are on the same tokens."""
     monkeypatch.setitem(sys.modules, "mecab_ko", None)
@@ -162,15 +159,14 @@ def test_the_language_chooses_bleu(
     monkeypatch.setitem(Repeat.recipe["corpus"], "target_language", language)
     text = tmp_path / "text"
     text.write_text("二匹の犬が雪の中を走っている .\n" * 3, encoding="utf-8")
-    assert main(["evaluate", "this", "--source", str(text), "--reference", str(text), "--versus", "other"]) == 0
-    printed = capsys.readouterr()
-    scores = json.loads(printed.out.splitlines()[-1])
+    printed, err = run_here("evaluate", "this", "--source", text, "--reference", text, "--versus", "other")
+    scores = json.loads(printed.splitlines()[-1])
     assert f"|tok:{tokenizer}|" in scores["bleu_signature"]
     assert f"|tok:{tokenizer}|" in scores["bleu_lowercase_signature"]
     reference, hypothesis = text.read_text(encoding="utf-8").splitlines(), ["二匹の犬が雪の中を走っている"] * 3
     expected = sacrebleu.corpus_bleu(hypothesis, [reference], tokenize=tokenizer).score
     assert scores["versus"]["bleu"] == pytest.approx(expected, abs=1e-4)
-    said = [line for line in printed.err.splitlines() if "BLEU" in line]
+    said = [line for line in err.splitlines() if "BLEU" in line]
     assert len(said) == (words is not None)
     assert (words or "") in "".join(said)
 
@@ -218,20 +214,17 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Several
     return loaded
 
 
-def test_the_test_text_of_the_recipe_is_scored_by_source(
-    recipe: dict[str, SeveralLanguages], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_test_text_of_the_recipe_is_scored_by_source(recipe: dict[str, SeveralLanguages], tmp_path: Path) -> None:
     output = tmp_path / "output"
-    assert main(["evaluate", "this", "--versus", "other", "--output", str(output)]) == 0
+    printed, said = run_here("evaluate", "this", "--versus", "other", "--output", output)
     lines = [*GERMAN, *FRENCH, *MORE_GERMAN]
     assert [line.split() for line in output.read_text().split("\n")[:-1]] == [source.split() for source, _ in lines]
     assert recipe["this"].seen[:3] == [">>de<< A b c d e f", ">>de<< A b c d", ""]
     assert recipe["this"].seen[4:] == [">>fr<< C b a c b a", ">>fr<< X y", ">>fr<< C b a b", ">>de<< U v w x y"]
     # The other model translates French sources as they are, and says so.
     assert recipe["other"].seen[4:] == ["C b a c b a", "X y", "C b a b", ">>de<< U v w x y"]
-    printed = capsys.readouterr()
-    assert printed.err.splitlines() == ["other: sources are without >>fr<<, which it does not know"]
-    scores = json.loads(printed.out.splitlines()[-1])
+    assert said.splitlines() == ["other: sources are without >>fr<<, which it does not know"]
+    scores = json.loads(printed.splitlines()[-1])
     assert list(scores["sources"]) == ["de", "fr"]
     for found, pairs in (
         (scores["sources"]["de"], [*GERMAN, *MORE_GERMAN]),
@@ -243,24 +236,20 @@ def test_the_test_text_of_the_recipe_is_scored_by_source(
         assert found["chrf"] == pytest.approx(sacrebleu.corpus_chrf(hypotheses, [references]).score, abs=1e-4)
         assert found["versus"]["bleu_difference"] == 0
         assert found["sentences"] == len(pairs)
-    rows = [line.split()[0] for line in printed.out.splitlines()[:-1]]
+    rows = [line.split()[0] for line in printed.splitlines()[:-1]]
     of_a_part = ["bleu", "bleu_lowercase", "chrf", "exact_match"] * 2
     assert rows == ["de:", *of_a_part, "fr:", *of_a_part, "all", *of_a_part]
 
 
-def test_a_prefix_for_files(
-    recipe: dict[str, SeveralLanguages], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_prefix_for_files(recipe: dict[str, SeveralLanguages], tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("A b\n\nC d\n")
-    files = ["--source", str(text), "--reference", str(text)]
-    assert main(["evaluate", "this", *files, "--prefix", ">>fr<<"]) == 0
+    files = ["--source", text, "--reference", text]
+    printed, said = run_here("evaluate", "this", *files, "--prefix", ">>fr<<")
     assert recipe["this"].seen == [">>fr<< A b", "", ">>fr<< C d"]
-    printed = capsys.readouterr()
-    assert printed.err == ""
-    assert "sources" not in json.loads(printed.out.splitlines()[-1])
-    assert main(["evaluate", "this", *files]) == 0
-    assert capsys.readouterr().err.splitlines() == [
+    assert said == ""
+    assert "sources" not in json.loads(printed.splitlines()[-1])
+    assert run_here("evaluate", "this", *files)[1].splitlines() == [
         "this: 2 lines, 1, 3: without one of the prefixes that the model was trained with (>>de<< >>fr<<)"
     ]
     for options, message in (
@@ -285,22 +274,18 @@ def test_options_reach_the_test_set_and_the_other_model(monkeypatch: pytest.Monk
     monkeypatch.setattr(evaluation, "load_translator", load)
     monkeypatch.setattr(evaluation, "text_of_test_set", read)
     given = ["--beam", "3", "--length-penalty", "0.2", "--stop-rule", "first", "--prefix", ">>de<<"]
-    assert main(["evaluate", "this", "--versus", "other", "--test-set", "wmt14/full", *given]) == 0
+    evaluated("--versus", "other", "--test-set", "wmt14/full", *given)
     assert asked == [("wmt14/full", "de", "en", ">>de<<")]
     assert [model.asked for model in loaded] == [[SearchOptions(3, 0.2, "first")]] * 2
 
 
-def test_one_source_is_scored_as_a_whole(
-    recipe: dict[str, SeveralLanguages], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_source_is_scored_as_a_whole(recipe: dict[str, SeveralLanguages], tmp_path: Path) -> None:
     """And files that are missing or of unequal length are refused."""
-    assert main(["evaluate", "this"]) == 0
+    evaluated()
     corpus = recipe["this"].recipe["corpus"]
     for test in (corpus["test"][:1], corpus["test"][::2]):
         recipe["this"].recipe["corpus"] = corpus | {"test": test}
-        capsys.readouterr()
-        assert main(["evaluate", "this"]) == 0
-        printed = capsys.readouterr().out
+        printed, _ = run_here("evaluate", "this")
         assert printed.startswith("bleu ")
         assert "sources" not in json.loads(printed.splitlines()[-1])
     source, target = tmp_path / "test.en", tmp_path / "test.de"
@@ -314,30 +299,27 @@ def test_one_source_is_scored_as_a_whole(
         assert message in refusal("evaluate", "this")
 
 
-def test_the_output_is_no_input(
-    recipe: dict[str, SeveralLanguages], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_output_is_no_input(recipe: dict[str, SeveralLanguages], tmp_path: Path) -> None:
     source, reference, link = tmp_path / "in.en", tmp_path / "in.de", tmp_path / "link"
     source.write_text("A b c d\n")
     reference.write_text("A b c e\n")
     link.symlink_to(reference)
-    files = ["--source", str(source), "--reference", str(reference), "--prefix", ">>de<<"]
+    files = ["--source", source, "--reference", reference, "--prefix", ">>de<<"]
     for output in (source, reference, link):
         message = f"{output}: is the text to score, and would be overwritten"
         assert message in refusal("evaluate", "this", *files, "--output", output)
     assert (source.read_text(), reference.read_text()) == ("A b c d\n", "A b c e\n")
     output = tmp_path / "out.de"
-    assert main(["evaluate", "this", *files, "--output", str(output)]) == 0
+    evaluated(*files, "--output", output)
     assert output.read_text() == "A b c d\n"
     assert not list(tmp_path.glob(".*"))
 
 
 def test_invalid_pairs_are_left_out_where_the_recipe_says_so(
-    recipe: dict[str, SeveralLanguages], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: dict[str, SeveralLanguages], tmp_path: Path
 ) -> None:
-    assert main(["evaluate", "this"]) == 0
+    evaluated()
     (tmp_path / "0.tsv").write_bytes(b"a\ta\nb\xff\tb\nc\tc\n")
     assert f"this: {tmp_path}/0.tsv:2: invalid UTF-8" in refusal("evaluate", "this")
     recipe["this"].recipe["corpus"]["drop_invalid_utf8"] = True
-    assert main(["evaluate", "this"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["sources"]["de"]["sentences"] == 2 + 1
+    assert evaluated()["sources"]["de"]["sentences"] == 2 + 1

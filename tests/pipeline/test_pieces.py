@@ -13,11 +13,10 @@ import yaml
 import pipeline
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
-from pipeline.__main__ import main
 from pipeline.inference.options import Prefixes
 from pipeline.inference.pieces import SPACED_SYMBOLS, encode_sources
 from pipeline.inference.text_io import Defects
-from tests.conftest import tiny_recipe
+from tests.conftest import run_here, tiny_recipe
 
 SYMBOLS = ["<N>", "<ACC>", "<PSS1S>", "<PSS1P>"]
 """User symbols, of which the training text lacks the last one."""
@@ -72,26 +71,23 @@ def text(tmp_path: Path) -> Path:
     return tmp_path / "text"
 
 
-def test_translate_names_the_first_piece_and_line(run: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["translate", str(run), "--source", str(text)]) == 0
-    assert capsys.readouterr().err.splitlines()[1:] == [
+def test_translate_names_the_first_piece_and_line(run: Path, text: Path) -> None:
+    assert run_here("translate", run, "--source", text)[1].splitlines()[1:] == [
         f"line 6: {UNKNOWN} 'ж'",
         f"4 lines, the first are 3, 4, 5: {UNSEEN} '<PSS1P>'",
     ]
 
 
-def test_evaluate_counts_sources_and_score_both_sides(
-    run: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluate_counts_sources_and_score_both_sides(run: Path, text: Path, tmp_path: Path) -> None:
     targets = tmp_path / "targets"
     targets.write_text("k w\n" * 5 + "w k\n" + "k <N>\n")
-    assert main(["evaluate", str(run), "--source", str(text), "--reference", str(targets)]) == 0
-    assert f": 4 lines, the first are 3, 4, 5: {UNSEEN} '<PSS1P>'" in capsys.readouterr().err
-    assert main(["score", str(run), "--source", str(targets), "--target", str(targets)]) == 0
-    assert f": 7 lines, the first are 1, 2, 3: {UNSEEN} 'w'" in capsys.readouterr().err
+    _, said = run_here("evaluate", run, "--source", text, "--reference", targets)
+    assert f": 4 lines, the first are 3, 4, 5: {UNSEEN} '<PSS1P>'" in said
+    _, said = run_here("score", run, "--source", targets, "--target", targets)
+    assert f": 7 lines, the first are 1, 2, 3: {UNSEEN} 'w'" in said
     text.write_text("<N><ACC> k\n" * 7)
-    assert main(["score", str(run), "--source", str(text), "--target", str(targets)]) == 0
-    assert f": line 7: {UNSEEN} '<N>'" in capsys.readouterr().err
+    _, said = run_here("score", run, "--source", text, "--target", targets)
+    assert f": line 7: {UNSEEN} '<N>'" in said
 
 
 def test_the_api_counts_sentences(run: Path) -> None:
@@ -107,28 +103,22 @@ def test_the_api_counts_sentences(run: Path) -> None:
         assert not caught
 
 
-def test_doctor_counts_held_out_lines(
-    run: Path, recipe: dict[str, Any], recipe_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_counts_held_out_lines(run: Path, recipe: dict[str, Any], recipe_path: Path) -> None:
     """Empty lines are none of a corpus's, so that the places are those of the file."""
-    assert main(["doctor", "--config", str(recipe_path)]) == 0
-    lines, test = capsys.readouterr().out.splitlines(), recipe["corpus"]["test"]["tsv"]
+    lines, test = run_here("doctor", recipe_path)[0].splitlines(), recipe["corpus"]["test"]["tsv"]
     assert f"note  {test}, source: 4 lines, the first are 12, 13, 14: {UNSEEN} '<PSS1P>'" in lines
     assert f"note  {test}, source: line 15: {UNKNOWN} 'ж'" in lines
     assert f"note  {test}, target: line 17: {UNKNOWN} 'к'" in lines
     assert not [line for line in lines if "validation.tsv, " in line]
 
 
-def test_prepare_and_doctor_show_pieces(
-    recipe: dict[str, Any], tmp_path: Path, recipe_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prepare_and_doctor_show_pieces(recipe: dict[str, Any], tmp_path: Path, recipe_path: Path) -> None:
     """Before the corpus is prepared, and after."""
     train = tmp_path / "train.tsv"
     rest = "<N><PSS1S> a t\ta w\n" * 300
     train.write_text("<N><ACC> k u\tk u w\n" + "<N> <ACC> k u t a\t" + "k " * 60 + "w\n" + rest)
-    options = ["--config", str(recipe_path), "--corpus.folder", str(tmp_path / "corpus")]
-    options += ["--corpus.vocabulary_size", "27"]
-    options += ["--run.folder", str(tmp_path / "run"), "--corpus.train.tsv", str(train)]
+    options = [recipe_path, "--corpus.folder", tmp_path / "corpus", "--corpus.vocabulary_size", 27]
+    options += ["--run.folder", tmp_path / "run", "--corpus.train.tsv", train]
     expected = [
         "source 1 as pieces: ▁ <N> <ACC> ▁k ▁u",
         "source 2 as pieces: ▁ <N> ▁ <ACC> ▁k ▁u ▁t ▁a",
@@ -136,43 +126,39 @@ def test_prepare_and_doctor_show_pieces(
         f"target 2 as pieces: {'▁k ' * 50}…",
     ]
     for command in ("doctor", "prepare", "doctor"):
-        assert main([command, *options]) == 0
-        printed = "".join(capsys.readouterr())
+        printed = "".join(run_here(command, *options))
         assert [line.removeprefix("ok    ") for line in printed.splitlines() if " as pieces: " in line] == expected
         assert SPACED_SYMBOLS in printed
     train.write_text("<N><ACC> k u\tk u w\n" + "\u200b t\t\u200b w\n" + rest)
-    assert main(["prepare", *options, "--force"]) == 0
-    printed = capsys.readouterr().err
+    _, printed = run_here("prepare", *options, "--force")
     assert "source 2 as pieces: ▁ '\\u200b' ▁t\n" in printed  # it has no width
     assert SPACED_SYMBOLS not in printed
 
 
-def test_without_a_record_nothing_counts(run: Path, tmp_path: Path, text: Path, capsys: Any) -> None:
+def test_without_a_record_nothing_counts(run: Path, tmp_path: Path, text: Path) -> None:
     """As in checkpoints of 1.0."""
     contents = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)
     assert contents["translation"].pop("seen_pieces").dtype == torch.uint8
     torch.save(contents, tmp_path / "old.ckpt")
-    assert main(["translate", str(tmp_path / "old.ckpt"), "--source", str(text)]) == 0
-    assert capsys.readouterr().err.splitlines()[1:] == [f"line 6: {UNKNOWN} 'ж'"]
+    _, said = run_here("translate", tmp_path / "old.ckpt", "--source", text)
+    assert said.splitlines()[1:] == [f"line 6: {UNKNOWN} 'ж'"]
 
 
 def test_a_run_from_another_has_seen_what_both_have(
-    run: Path, recipe: dict[str, Any], tmp_path: Path, recipe_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, recipe: dict[str, Any], tmp_path: Path, recipe_path: Path
 ) -> None:
     """When it is resumed too. `prepare` and `fit` say so before the run begins."""
     train = tmp_path / "train.tsv"
     train.write_text("<N><PSS1P> k a\tk a w\n" * 50)
-    options = ["--config", str(recipe_path), "--corpus.folder", str(tmp_path / "corpus"), "--init-from", str(run)]
-    options += ["--run.folder", str(tmp_path / "run"), "--corpus.train.tsv", str(train)]
+    options = [recipe_path, "--corpus.folder", tmp_path / "corpus", "--init-from", run]
+    options += ["--run.folder", tmp_path / "run", "--corpus.train.tsv", train, "--trainer.max_steps"]
     expected = ["", "", "", "<", "u", "", "w"]
     for command in ("prepare", "fit"):
         shutil.rmtree(tmp_path / "corpus", ignore_errors=True)
-        assert main([command, *options, "--trainer.max_steps", "2"]) == 0
-        assert "3 lines, 13, 14, 16: " in "".join(capsys.readouterr())
-    for steps in ("2", "4"):
-        assert main(["fit", *options, "--trainer.max_steps", steps]) == 0
-        assert main(["doctor", *options]) == 0
-        assert "3 lines, 13, 14, 16: " in capsys.readouterr().out
+        assert "3 lines, 13, 14, 16: " in "".join(run_here(command, *options, 2))
+    for steps in (2, 4):
+        run_here("fit", *options, steps)
+        assert "3 lines, 13, 14, 16: " in run_here("doctor", *options, steps)[0]
         tokenizer = pipeline.load(tmp_path / "run")._translator.tokenizer
         assert [one.unseen for one in encode_sources(tokenizer, LINES, None, Prefixes())[1]] == expected
     own = Tokenizer.load(tmp_path / "corpus" / "tokenizer.model")

@@ -11,7 +11,6 @@ from tests.conftest import ROOT
 
 LOCALES = {
     "ascii streams": {"PYTHONIOENCODING": "ascii"},
-    "latin-1 streams": {"PYTHONIOENCODING": "latin-1"},
     "ascii": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
 }
 NAME = "größe-東京"
@@ -44,7 +43,7 @@ def test_output_and_file_names_are_utf8(environment: dict[str, str], tmp_path: P
 
 def test_messages_do_not_go_to_the_output_where_standard_error_is_closed(tmp_path: Path) -> None:
     closed = ["-c", "import os, sys; os.close(2); os.close(0); os.execv(sys.executable, sys.argv[1:])"]
-    words = [sys.executable, "-m", "pipeline", "translate", "none"]
+    words = [sys.executable, "-m", "pipeline", "recipe", "copy", "none"]
     assert run([*closed, *words], tmp_path, {}) == (2, b"", b"")
 
 

@@ -110,12 +110,6 @@ def test_steps_without_any_token_are_logged(tmp_path: Path) -> None:
     assert "train_perf/padding_share" in json.loads(line)
 
 
-def test_a_resumed_run_knows_how_long_a_validation_takes() -> None:
-    monitor = TrainingMonitor(1)
-    monitor.load_state_dict({"counted_seconds": 5.0, "validation_seconds": 7.0})
-    assert monitor.state_dict() == {"counted_seconds": 5.0, "validation_seconds": 7.0}
-
-
 def test_goodput_while_the_clock_is_behind_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
     """100 s after the first submission, in a clock that is an hour behind, then in the first one again."""
     starts = [{"submitted": 1e9, "began": 1e9}, {"submitted": 1e9 - 3540, "began": 1e9 - 3540}]

@@ -54,26 +54,25 @@ def test_fillers_are_not_scored(tiny_corpus: Path) -> None:
     assert 0 < alone[0]["validation/bleu"] < 100
 
 
-def test_the_best_score_is_finite(tiny_corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = ValidationSamples(["a"], ["b"], Tokenizer.load(tiny_corpus / "tokenizer.model"))
-    trainer: Any = SimpleNamespace(sanity_checking=False, logger=None)
-    logged: list[dict[str, float]] = []
-    module: Any = SimpleNamespace(log_dict=logged.append)
-    for score in (math.nan, 3.0, math.nan):
-        monkeypatch.setattr(samples._metrics, "compute", lambda: {"validation/bleu": score})  # noqa: B023
-        samples.on_validation_epoch_end(trainer, module)
-    assert [scores.get("validation/best_bleu") for scores in logged] == [None, 3.0, 3.0]
-
-
 class Errors(ExactMatch):
     higher_is_better = False
 
 
 @pytest.mark.parametrize(
-    ("metric", "best"), [(ExactMatch(), [3.0, 3.0, 4.0]), (Errors(), [3.0, 2.0, 2.0])], ids=["large", "small"]
+    ("metric", "scores", "best"),
+    [
+        (ExactMatch(), [3.0, 2.0, 4.0], [3.0, 3.0, 4.0]),
+        (Errors(), [3.0, 2.0, 4.0], [3.0, 2.0, 2.0]),
+        (ExactMatch(), [math.nan, 3.0, math.nan], [None, 3.0, 3.0]),
+    ],
+    ids=["large", "small", "finite"],
 )
 def test_the_best_score_so_far(
-    metric: ExactMatch, best: list[float], tiny_corpus: Path, monkeypatch: pytest.MonkeyPatch
+    metric: ExactMatch,
+    scores: list[float],
+    best: list[float | None],
+    tiny_corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a metric of which large or small values are good; the run is resumed before each validation."""
     monkeypatch.setitem(METRICS, "errors", metric)
@@ -82,13 +81,13 @@ def test_the_best_score_so_far(
     logged: list[dict[str, float]] = []
     module: Any = SimpleNamespace(log_dict=logged.append)
     state: dict[str, Any] = {"best_score": None}
-    for score in (3.0, 2.0, 4.0):
+    for score in scores:
         samples = ValidationSamples(["a"], ["b"], tokenizer, best_by="errors")
         samples.load_state_dict(state)
         monkeypatch.setattr(samples._metrics, "compute", lambda: {"validation/errors": score})  # noqa: B023
         samples.on_validation_epoch_end(trainer, module)
         state = samples.state_dict()
-    assert [scores["validation/best_errors"] for scores in logged] == best
+    assert [one.get("validation/best_errors") for one in logged] == best
 
 
 @pytest.mark.parametrize(
