@@ -19,10 +19,11 @@ import re
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
+from typing import TypeAlias
 
 from google.protobuf.message import DecodeError
 from lightning.pytorch.loggers import Logger
@@ -33,7 +34,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor
 from torch.utils.tensorboard.summary import custom_scalars, hparams, text
 
-from data_module.files import atomic_file, open_in_place
+from data_module.files import atomic_file, json_object, open_in_place
 from pipeline.checkpointing.run_folder import EVENT_FILES, EVENTS, METRICS, SUMMARY
 from pipeline.runtime.console import say
 
@@ -162,16 +163,6 @@ def escape_cell(text: str) -> str:
     return _MARKUP.sub(lambda mark: f"&#{ord(mark[0])};", shortened)
 
 
-def key_value_table(values: Mapping[str, object]) -> str:
-    """Return a table with a row per key."""
-    return table(["name", "value"], values.items())
-
-
-def code_block(text: str) -> str:
-    """Return preformatted text."""
-    return "\n".join(f"    {line}" for line in text.splitlines())
-
-
 class AppendedFile:
     """A file to append to. It is opened at the first write; data that does not fit whole is not written.
 
@@ -229,53 +220,39 @@ def _truncate_logs(run: Path, step: int, validation_too: bool) -> None:
     The files are ordered by step and are truncated in place, which needs no disk space. With `validation_too`, the
     validation of the step itself is removed as well.
     """
-    for path in sorted((run / EVENTS).glob(f"{EVENT_FILES}*")):
-        _truncate(path, lambda data: _end_of_events(data, step, validation_too))
+    files = [(path, _records) for path in sorted((run / EVENTS).glob(f"{EVENT_FILES}*"))]
     if os.path.lexists(run / METRICS):
-        _truncate(run / METRICS, lambda data: _end_of_lines(data, step, validation_too))
+        files.append((run / METRICS, _lines))
+    for path, entries in files:
+        with os.fdopen(open_in_place(path, os.O_RDONLY), "rb") as file:
+            data = file.read()
+        kept = 0
+        for end, entry_step, tags in entries(data):
+            is_repeated = validation_too and any(tag.startswith("validation/") for tag in tags)
+            if entry_step is not None and (entry_step > step or (entry_step == step and is_repeated)):
+                break
+            kept = end
+        if kept < len(data):  # Otherwise the file need not be writable.
+            with os.fdopen(open_in_place(path, os.O_WRONLY), "ab") as file:
+                file.truncate(kept)
 
 
-def _truncate(path: Path, end: Callable[[bytes], int]) -> None:
-    """Truncate a file at the offset that `end` returns for its contents; open it for writing only if necessary."""
-    with os.fdopen(open_in_place(path, os.O_RDONLY), "rb") as file:
-        data = file.read()
-    if (size := end(data)) < len(data):
-        with os.fdopen(open_in_place(path, os.O_WRONLY), "ab") as file:
-            file.truncate(size)
+Entry: TypeAlias = tuple[int, int | None, list[str]]
+"""An entry of a log: offset of its end, its step (None for a record without a summary), and its tags."""
 
 
-def _is_after(record_step: int, tags: Iterable[str], step: int, validation_too: bool) -> bool:
-    if record_step == step:
-        return validation_too and any(tag.startswith("validation/") for tag in tags)
-    return record_step > step
-
-
-def _end_of_events(data: bytes, step: int, validation_too: bool) -> int:
-    """Return the offset to truncate an event file at: the end of the last complete record up to the step."""
-    end = 0
-    for record_end, record_step, tags in _read_records(data):
-        if record_step is not None and _is_after(record_step, tags, step, validation_too):
-            break
-        end = record_end
-    return end
-
-
-def _end_of_lines(data: bytes, step: int, validation_too: bool) -> int:
-    """Return the offset to truncate metrics.jsonl at: the end of the last valid line up to the step."""
+def _lines(data: bytes) -> Iterator[Entry]:
+    """Yield the lines of metrics.jsonl, up to the first that is incomplete or invalid."""
     start = 0
     while end := data.find(b"\n", start) + 1:
-        try:
-            line = json.loads(data[start:end])
-            if _is_after(line["step"], line, step, validation_too):
-                break
-        except ValueError:
-            break
+        if (line := json_object(data[start:end])) is None:
+            return
+        yield end, line["step"], list(line)
         start = end
-    return start
 
 
-def _read_records(data: bytes) -> Iterator[tuple[int, int | None, list[str]]]:
-    """Yield the end, step (None without a summary) and tags of records, up to the first incomplete or invalid one."""
+def _records(data: bytes) -> Iterator[Entry]:
+    """Yield the records of an event file, up to the first that is incomplete or invalid."""
     start = 0
     while start + _HEADER_BYTES <= len(data):
         (length,) = struct.unpack_from("<Q", data, start)

@@ -4,7 +4,9 @@ import json
 import statistics
 import subprocess
 import time
+from collections.abc import Mapping
 from datetime import datetime
+from textwrap import indent
 
 import torch
 import yaml
@@ -17,7 +19,7 @@ from pipeline.checkpointing.run_folder import STARTS, SUMMARY, read_metrics
 from pipeline.config.recipe import Recipe
 from pipeline.config.settings import validation_tag
 from pipeline.inference.metrics import mode_of
-from pipeline.monitoring.run_log import RunLog, code_block, key_value_table, table
+from pipeline.monitoring.run_log import RunLog, table
 from pipeline.monitoring.training_monitor import TrainingMonitor
 from pipeline.monitoring.validation_metrics import best_tag
 from pipeline.runtime.launch import JobStep, node_name, versions
@@ -85,10 +87,10 @@ class RunMetadata(Callback):
         }
         counts = {part: f"{count:,}" for part, count in self._parameters.items()}
         pages = {
-            "recipe": code_block(yaml.safe_dump(self._recipe.as_dict(), sort_keys=False)),
-            "data": code_block(yaml.safe_dump(self._manifest, sort_keys=False, allow_unicode=True)),
-            "parameters": key_value_table(counts),
-            "code": key_value_table(environment),
+            "recipe": _code_block(self._recipe.as_dict()),
+            "data": _code_block(self._manifest),
+            "parameters": table(["name", "value"], counts.items()),
+            "code": table(["name", "value"], environment.items()),
             "starts": _starts_table(self.starts),
         }
         for name, page in pages.items():
@@ -162,6 +164,10 @@ def _layout(manifest: Manifest) -> dict[str, dict[str, list[str]]]:
     """Return the layout of the Custom Scalars tab, with charts by source if the validation text has several."""
     by_source = _BY_SOURCE if split_sources(manifest["validation"]) else {}
     return {**LAYOUT, "Learning": {**LAYOUT["Learning"], **by_source}}
+
+
+def _code_block(values: Mapping[str, object]) -> str:
+    return indent(yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True), 4 * " ")
 
 
 def _starts_table(starts: list[PlainValues]) -> str:

@@ -60,7 +60,11 @@ class StopConsensus:
             return wanted
         # Every rank reads the result of the same reduction, so either all stop at this call or none does. A rank that
         # followed its own flag would leave while the others begin a step, and they would wait for its gradients.
-        answer = self._read()
+        answer = False
+        if self._pending is not None:
+            (flag, work), self._pending = self._pending, None
+            work.wait()
+            answer = bool(flag.item())
         if not answer:
             # No reduction is started after a stop: it would wait for ranks that have left.
             flag = torch.tensor([wanted], dtype=torch.uint8)
@@ -85,14 +89,6 @@ class StopConsensus:
             return error
         return None
 
-    def _read(self) -> bool:
-        if self._pending is None:
-            return False
-        flag, work = self._pending
-        self._pending = None
-        work.wait()
-        return bool(flag.item())
-
 
 class FailureReport:
     """Names the rank that failed, and its node.
@@ -104,6 +100,7 @@ class FailureReport:
         self._rank = dist.get_rank()
         self._store = dist.PrefixStore("FailureReport", default_store())
         self._names = [f"rank {rank} on {node}" for rank, node in enumerate(plain(value_of_each_rank(node_name())))]
+        self._keys = [f"report/{rank}" for rank in range(len(self._names))]
 
     def check_same_step(self, step: int) -> None:
         """Raise RuntimeError when ranks have resumed from different checkpoints; all ranks call it.
@@ -139,7 +136,7 @@ class FailureReport:
     def _post(self, report: str) -> None:
         self._store.set_timeout(timedelta(seconds=ANSWER_SECONDS))
         with suppress(RuntimeError, dist.DistError):  # Rank 0, which hosts the store, may have died.
-            post(self._store, _report_of(self._rank), report)
+            post(self._store, self._keys[self._rank], report)
 
     def _collect(self) -> dict[int, str] | None:
         """Return every rank's report so far; None if the store, and with it rank 0, does not answer."""
@@ -158,17 +155,12 @@ class FailureReport:
     def _wait_for_reports(self) -> dict[int, str]:
         deadline = time.monotonic() + ANSWER_SECONDS
         while True:
-            names = [_report_of(rank) for rank in range(len(self._names))]
-            silent = silent_ranks(self._store, names)
-            reports = {rank: str(read(self._store, name)) for rank, name in enumerate(names) if rank not in silent}
+            silent = silent_ranks(self._store, self._keys)
+            reports = {rank: str(read(self._store, key)) for rank, key in enumerate(self._keys) if rank not in silent}
             failed = any(report.startswith("failed") for report in reports.values())
             if failed or len(reports) == len(self._names) or time.monotonic() > deadline:
                 return reports
             time.sleep(0.1)
-
-
-def _report_of(rank: int) -> str:
-    return f"report/{rank}"
 
 
 def is_collective_error(error: BaseException) -> bool:
@@ -182,13 +174,14 @@ class GracefulStop(Callback):
     It has to be the last callback, so that its checkpoint includes the effects of all others.
     """
 
+    _consensus: StopConsensus
+
     def __init__(self, checkpoints: CheckpointCallback, timeout_seconds: int, max_seconds: float | None = None) -> None:
         """Ranks wait `timeout_seconds` for one another; after `max_seconds`, training stops as after a signal."""
         self._checkpoints = checkpoints
         self._timeout_seconds = timeout_seconds
         self._max_seconds = max_seconds
         self._started = 0.0
-        self._consensus: StopConsensus | None = None
         self._failure_report: FailureReport | None = None
         self._validation_pending = False
         self._has_ended = threading.Event()
@@ -202,16 +195,14 @@ class GracefulStop(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Handle stop signals received during start-up, then rerun the validation that an earlier stop interrupted."""
-        assert self._consensus is not None
         if self._consensus.should_stop_now():
             raise Stopped("asked to stop during start-up; nothing was lost, run the same command to resume")
-        if self._failure_report is not None:
-            self._failure_report.check_same_step(trainer.global_step)
+        if (report := self._failure_report) is not None:
+            report.check_same_step(trainer.global_step)
+            threading.Thread(target=self._end_if_stuck, args=(trainer, report), daemon=True).start()
         if trainer.is_global_zero:
             clear_failure_count()
         self._started = time.monotonic()
-        if self._failure_report is not None:
-            threading.Thread(target=self._end_if_stuck, args=(trainer,), daemon=True, name="end-if-stuck").start()
         if self._validation_pending:
             run_validation(trainer)
             self._validation_pending = False
@@ -223,13 +214,11 @@ class GracefulStop(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         """Stop between two steps."""
-        assert self._consensus is not None
         if self._consensus.should_stop(self._time_is_up()):
             self._stop(trainer, validation_pending=validation_is_due(trainer))
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         """Stop between two validation batches; all ranks have equally many."""
-        assert self._consensus is not None
         if self._consensus.should_stop():
             self._stop(trainer, validation_pending=True)
 
@@ -249,14 +238,12 @@ class GracefulStop(Callback):
         """Stop watching the other ranks: after the last save, each rank may end."""
         self._has_ended.set()
 
-    def _end_if_stuck(self, trainer: Trainer) -> None:
+    def _end_if_stuck(self, trainer: Trainer, report: FailureReport) -> None:
         """End this process if another rank has failed and the main thread does not notice.
 
         With NCCL, gradients are reduced on the GPU. If another rank dies or hangs, the reduction does not end, and the
         main thread waits in a call of CUDA that never returns. The reduction of the stop flags fails on the CPU.
         """
-        assert self._consensus is not None
-        assert self._failure_report is not None
         while not self._has_ended.wait(POLL_SECONDS):
             error = self._consensus.failure()
             if error is None:
@@ -264,7 +251,7 @@ class GracefulStop(Callback):
             # The main thread usually fails as well, and then reports and ends by itself.
             if self._has_ended.wait(MARGIN_SECONDS):
                 return
-            message = self._failure_report.describe(error)
+            message = report.describe(error)
             with suppress(OSError):  # Standard error may be closed.
                 print(f"[rank{dist.get_rank()}]: step {trainer.global_step}: {message}", file=sys.stderr, flush=True)
             if self._has_ended.wait(MARGIN_SECONDS):  # PyTorch writes NCCL's flight recorder meanwhile
