@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 from data_module.errors import InputError
-from data_module.files import misshapen
+from data_module.files import PlainValues, misshapen
 from data_module.tokenization.tokenizer import Tokenizer
 from model.muon import Muon
 from model.optimization import build_optimizer
@@ -74,10 +74,12 @@ class ResumePoint:
     """The tokenizer of validation BLEU that the run began with."""
     tokenizer: Tokenizer
     """The corpus's tokenizer, with the pieces that this run and the runs that it started from have seen."""
+    network: PlainValues
+    """The network's settings."""
 
 
 def read_resume_point(path: Path, recipe: Recipe) -> ResumePoint:
-    """Read the checkpoint that the recipe's run resumes from; the recipe has inherited settings of the run's network.
+    """Read the checkpoint that the recipe's run resumes from.
 
     Raises InputError as `read_checkpoint` does, and if a value is missing, contradicts the checkpoint's step, or does
     not fit the recipe's network and optimizer.
@@ -94,6 +96,7 @@ def read_resume_point(path: Path, recipe: Recipe) -> ResumePoint:
         states["GracefulStop"]["validation_pending"],
         states["ValidationSamples"]["bleu_tokenizer"],
         checkpoint.tokenizer,
+        asdict(checkpoint.recipe.network),
     )
 
 

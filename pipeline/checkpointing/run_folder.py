@@ -361,12 +361,6 @@ def _read_versions(path: Path) -> PlainValues:
     return recorded
 
 
-def inherit_network(path: Path, recipe: Recipe) -> Recipe:
-    """Return the recipe with the settings that it inherits from the network of the run in a folder."""
-    written = _config(path)
-    return recipe if written is None else recipe.inherit_network(written["network"])
-
-
 def check_same_run(path: Path, recipe: Recipe) -> list[str]:
     """Return the differences of recipe and versions from those of the run, all of which may change on resume.
 

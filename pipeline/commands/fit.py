@@ -7,7 +7,7 @@ all settings with type, default and meaning, and has a table of sizes, memory an
 import argparse
 
 from data_module.files import user_path
-from pipeline.config.recipe import add_recipe_arguments
+from pipeline.config.recipe import add_recipe_arguments, load_recipe
 from pipeline.runtime import signals
 from pipeline.runtime.launch import process_rank, reports_exit_code
 from pipeline.runtime.signals import Stopped
@@ -27,10 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Start or resume training; on rank 0, report a requested stop as this process's exit code."""
-    from pipeline.training.fit import fit  # Not needed for --help.
+    from pipeline.training.fit import fit_recipe  # Not needed for --help.
 
     try:
-        return fit(arguments.config, arguments.overrides, arguments.fresh, arguments.init_from)
+        recipe = load_recipe(arguments.config, arguments.overrides)
+        return fit_recipe(recipe, arguments.fresh, arguments.init_from)
     except Stopped as stop:
         if not reports_exit_code(process_rank()):
             return 0

@@ -6,17 +6,17 @@ Figures are drawn with the Agg canvas, without pyplot: threads may draw at the s
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties, fontManager
-from matplotlib.ft2font import FT2Font
+from matplotlib.font_manager import FontProperties, fontManager, get_font
 from numpy.typing import NDArray
 from PIL import Image
+
+from pipeline.runtime.rendezvous import few
 
 PANELS_PER_LINE = 4
 CELL_SIZE = 15
@@ -24,8 +24,6 @@ CELL_SIZE = 15
 _DPI, _MARGIN, _GAP, _CAPTION = 100, 200, 24, 110
 """Pixels per inch, for the longest label, between panels, and for the caption of a panel."""
 _MAX_LABEL_CHARACTERS = 14
-_MAX_NAMED = 4
-"""Number of characters without a font that are named."""
 _PALETTE = [level * (255 - dark) // 15 + dark for level in range(16) for dark in (8, 48, 120)]
 """Blue to white. With 16 colors, a pixel takes four bits."""
 _FONT = "DejaVu Sans"
@@ -60,18 +58,12 @@ def axis_labels(source: list[str], target: list[str], bos: str, eos: str) -> Lab
     """
     shown = {"source": source, "target": target}
     family_of = _families(set("".join([*source, *target])))
-    lacking = {
-        side: {character for character in "".join(pieces) if family_of[character] is None}
-        for side, pieces in shown.items()
-    }
-    sides = [side for side in shown if lacking[side]]
-    shown |= {side: [str(number + 1) for number in range(len(shown[side]))] for side in sides}
+    lacking = {side: {one for one in "".join(shown[side]) if family_of[one] is None} for side in shown}
     note = ""
-    if sides:
-        characters = sorted(set.union(*lacking.values()))
-        named = " ".join(f"U+{ord(character):04X}" for character in characters[:_MAX_NAMED])
-        more = f" and {len(characters) - _MAX_NAMED} more" if len(characters) > _MAX_NAMED else ""
-        note = f"{' and '.join(sides)} pieces are numbered: no font has glyphs for {named}{more}"
+    if sides := [side for side in shown if lacking[side]]:
+        shown |= {side: [str(number + 1) for number in range(len(shown[side]))] for side in sides}
+        characters = few([f"U+{ord(one):04X}" for one in sorted(set.union(*lacking.values()))])
+        note = f"{' and '.join(sides)} pieces are numbered: no font has glyphs for {characters}"
     by_axis = {
         "source": [*shown["source"], eos],
         "next": [*shown["target"], eos],
@@ -133,21 +125,19 @@ def draw_matrix(title: str, values: NDArray[np.float32], row_axis: str, column_a
 def _families(characters: set[str]) -> dict[str, str | None]:
     """Return the family of fonts that draws each of the characters, None for those without a glyph in any font."""
     missing = characters - _family_of.keys()
-    for font in sorted(fontManager.ttflist, key=lambda font: (font.name != _FONT, font.name)):
+    for family in dict.fromkeys([_FONT, *sorted(font.name for font in fontManager.ttflist)]):
         if not missing:
             break
-        if font.name.startswith("Last Resort"):  # draws the same box for all characters of a script
+        if family.startswith("Last Resort"):  # draws the same box for all characters of a script
             continue
-        with suppress(OSError, RuntimeError):  # a font that is gone or damaged
-            glyphs = FT2Font(font.fname, face_index=font.index)
+        with suppress(OSError, RuntimeError, ValueError):  # a font that is gone or damaged
+            # A bold or narrow font of a family may have more glyphs than this one, with which matplotlib draws.
+            glyphs = get_font(fontManager.findfont(FontProperties(family=[family])))
             # Other fonts have glyphs of their own for control characters and for private use.
-            drawn = {character for character in missing if character.isprintable() or font.name == _FONT}
-            drawn = {character for character in drawn if glyphs.get_char_index(ord(character))}
-            # A bold or narrow font of a family may have more glyphs than the font that matplotlib draws with.
-            drawn_with = fontManager.findfont(FontProperties(family=[font.name])) if drawn else ""
-            if drawn and Path(drawn_with) == Path(font.fname).resolve():
-                _family_of.update(dict.fromkeys(drawn, font.name))
-                missing -= drawn
+            drawn = {one for one in missing if one.isprintable() or family == _FONT}
+            drawn = {one for one in drawn if glyphs.get_char_index(ord(one))}
+            _family_of.update(dict.fromkeys(drawn, family))
+            missing -= drawn
     _family_of.update(dict.fromkeys(missing))
     return {character: _family_of[character] for character in characters}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.checkpointing.run_folder import RunFolder
-from pipeline.config.recipe import Recipe, load_recipe
+from pipeline.config.recipe import Recipe
 from pipeline.config.settings import validate_trainer_keys
 from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.launch import current_step, process_rank
@@ -22,24 +22,16 @@ LOCK_PATIENCE_SECONDS = 120
 """How long a SLURM job waits for another process that writes to its run folder."""
 
 
-def fit(configs: list[Path], overrides: list[str], fresh: bool, init_from: Path | None) -> int:
-    """Prepare the corpus if necessary, then start or resume the recipe's run; return the exit code.
-
-    Args:
-        configs: a recipe and its overlays.
-        overrides: settings from the command line.
-        fresh: remove an existing run from the run folder.
-        init_from: checkpoint, run folder or Marian model whose weights and tokenizer a new run takes over.
-
-    Raises InputError for a user's mistake, Stopped when a signal or `trainer.max_time` stopped the run.
-    """
-    return fit_recipe(load_recipe(configs, overrides), fresh, init_from)
-
-
 def fit_recipe(
     recipe: Recipe, fresh: bool, init_from: Path | None, further_callbacks: Sequence["Callback"] = ()
 ) -> int:
-    """Do what `fit` does with a recipe whose keys have been checked; see `train` for `further_callbacks`."""
+    """Prepare the corpus if necessary, then start or resume the recipe's run; return the exit code.
+
+    `fresh` removes an existing run from the run folder. `init_from` is a checkpoint, run folder or Marian model whose
+    weights and tokenizer a new run takes over. See `train` for `further_callbacks`.
+
+    Raises InputError for a user's mistake, Stopped when a signal or `trainer.max_time` stopped the run.
+    """
     quiet_lightning()
     with recipe.naming_places(), ExitStack() as stack:
         job, folder = current_step(), None

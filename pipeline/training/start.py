@@ -17,7 +17,6 @@ from pipeline.checkpointing.run_folder import (
     STOPPED_EARLY,
     RunFolder,
     check_same_run,
-    inherit_network,
     latest_valid,
     should_reset,
 )
@@ -98,10 +97,9 @@ def plan_start(recipe: Recipe, job: JobStep | None, fresh: bool, init_from: Path
     notes += [f"changed since the last start: {change}" for change in check_same_run(run, recipe)]
     if init_from is not None:
         notes.append(f"{run}: resuming this run; --init-from is ignored")
-    recipe = inherit_network(run, recipe)
     resume = read_resume_point(checkpoint, recipe)
     check_vocabulary(recipe, resume.tokenizer, f"the run in {run}")
-    return Plan(recipe, job, reset, resume, None, tuple(notes))
+    return Plan(recipe.inherit_network(resume.network), job, reset, resume, None, tuple(notes))
 
 
 def check_vocabulary(recipe: Recipe, tokenizer: Tokenizer, owner: str) -> None:

@@ -110,7 +110,7 @@ def test_r_drop_counts_as_two_passes(recipe_file: Path) -> None:
 
 def test_a_resumed_run_keeps_the_tokenizer_of_bleu(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = make_start(recipe_file).tokenizer
-    resume = ResumePoint(Path("step=00000004.ckpt"), 4, False, "char", tokenizer)
+    resume = ResumePoint(Path("step=00000004.ckpt"), 4, False, "char", tokenizer, {})
     for began, expected in ((resume, "char"), (None, "intl")):
         samples = callbacks(make_start(recipe_file, "--run.bleu_tokenizer", "intl", resume=began))["ValidationSamples"]
         assert samples.state_dict()["bleu_tokenizer"] == expected
