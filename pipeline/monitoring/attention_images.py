@@ -16,7 +16,7 @@ from matplotlib.font_manager import FontProperties, fontManager, get_font
 from numpy.typing import NDArray
 from PIL import Image
 
-from pipeline.runtime.rendezvous import few
+from data_module.errors import first_of
 
 PANELS_PER_LINE = 4
 CELL_SIZE = 15
@@ -62,7 +62,7 @@ def axis_labels(source: list[str], target: list[str], bos: str, eos: str) -> Lab
     note = ""
     if sides := [side for side in shown if lacking[side]]:
         shown |= {side: [str(number + 1) for number in range(len(shown[side]))] for side in sides}
-        characters = few([f"U+{ord(one):04X}" for one in sorted(set.union(*lacking.values()))])
+        characters = first_of([f"U+{ord(one):04X}" for one in sorted(set.union(*lacking.values()))], 4, ", ")
         note = f"{' and '.join(sides)} pieces are numbered: no font has glyphs for {characters}"
     by_axis = {
         "source": [*shown["source"], eos],

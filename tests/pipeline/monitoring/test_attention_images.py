@@ -126,6 +126,7 @@ def test_a_side_that_no_font_can_write_is_numbered() -> None:
     assert note == "target pieces are numbered: no font has glyphs for U+304B, U+4E8C, U+5339"
     _, note, _ = axis_labels(["가나다라마"], ["ก"], "<s>", "</s>")
     assert note.startswith("source and target pieces are numbered: no font has glyphs for U+0E01, U+AC00, ")
+    assert note.endswith(", and 2 more")
 
 
 def test_a_font_of_the_system_writes_what_matplotlibs_font_lacks(tmp_path: Path) -> None:
