@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import numpy as np
 import torch
@@ -132,6 +132,14 @@ class Attention:
         return draw_attention(kind, weights, labels, [layer % len(weights)], range(weights.shape[1]), "")
 
 
+class _Options(TypedDict, total=False):
+    """Named arguments of `Model.translate`, for type checkers."""
+
+    sample: Sampling | None
+    target_prefix: str | list[str] | None
+    progress: bool
+
+
 class Model:
     """A trained model, which `load` returns."""
 
@@ -165,43 +173,13 @@ class Model:
         return PaddedTransformer(load_model(self._checkpoint.path).network.to(self._translator.device))
 
     @overload
-    def translate(
-        self,
-        sentences: str,
-        *,
-        sample: Sampling | None = None,
-        target_prefix: str | list[str] | None = None,
-        progress: bool = True,
-    ) -> str: ...
+    def translate(self, sentences: str, **options: Unpack[_Options]) -> str: ...
     @overload
-    def translate(
-        self,
-        sentences: list[str],
-        *,
-        sample: Sampling | None = None,
-        target_prefix: str | list[str] | None = None,
-        progress: bool = True,
-    ) -> list[str]: ...
+    def translate(self, sentences: list[str], **options: Unpack[_Options]) -> list[str]: ...
     @overload
-    def translate(
-        self,
-        sentences: str,
-        n_best: int,
-        *,
-        sample: Sampling | None = None,
-        target_prefix: str | list[str] | None = None,
-        progress: bool = True,
-    ) -> list[Hypothesis]: ...
+    def translate(self, sentences: str, n_best: int, **options: Unpack[_Options]) -> list[Hypothesis]: ...
     @overload
-    def translate(
-        self,
-        sentences: list[str],
-        n_best: int,
-        *,
-        sample: Sampling | None = None,
-        target_prefix: str | list[str] | None = None,
-        progress: bool = True,
-    ) -> list[list[Hypothesis]]: ...
+    def translate(self, sentences: list[str], n_best: int, **options: Unpack[_Options]) -> list[list[Hypothesis]]: ...
     def translate(
         self,
         sentences: str | list[str],

@@ -21,7 +21,7 @@ from data_module.text_files import open_file
 from data_module.tokenization.tokenizer import clean_lines
 from pipeline.commands.stages import Stage, run_stages
 from pipeline.config.recipe import Recipe, stored_settings
-from pipeline.inference.loading import chosen_file, load_file
+from pipeline.inference.loading import chosen_file, load_file, require_direction
 from pipeline.runtime.console import report
 from pipeline.training.recipe_checks import Report, check_recipe
 
@@ -217,14 +217,9 @@ def given_model(arguments: argparse.Namespace, recipe: Recipe) -> Path:
     option = "--teacher" if arguments.kind == "distillation" else "--reverse-model"
     file = chosen_file(arguments.model)
     model = load_file(file, "cpu", searches=False)
-    theirs = model.recipe["corpus"]
-    ours = [recipe.corpus.source_language, recipe.corpus.target_language]
-    wanted = ours if option == "--teacher" else ours[::-1]
-    # Recipes that do not name their languages all have the same two names.
-    is_named = sorted(ours) != [CorpusSettings.source_language, CorpusSettings.target_language]
-    if is_named and [theirs["target_language"], theirs["source_language"]] == wanted:
-        raise InputError(f"{option} {file}: translates from {wanted[1]} to {wanted[0]}; give one to {wanted[1]}")
-    corpus = Path(theirs["folder"])
+    languages = [recipe.corpus.source_language, recipe.corpus.target_language]
+    require_direction(option, model, *(languages if option == "--teacher" else languages[::-1]))
+    corpus = Path(model.recipe["corpus"]["folder"])
     if is_corpus(corpus) and read_manifest(corpus)["tokenizer"]["sha256"] != model.tokenizer.sha256:
         raise InputError(
             f"{option} {file}: has another vocabulary than {corpus}, which was prepared again after its training; give"

@@ -1,6 +1,8 @@
 """The formats of a bundle in one table: what each requires, how it is written, and how it is loaded to be compared."""
 
+import io
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -9,7 +11,10 @@ import torch
 from torch import Tensor
 
 from data_module.errors import InputError
+from data_module.tokenization.tokenizer import Tokenizer
+from model.decoding import BeamSearch
 from model.fast.compiled_search import CompiledSearch
+from model.transformer import Transformer
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export.card import model_card
 from pipeline.export.cpp_program import WEIGHTS, compile_cpp, require_compiled, write_cpp
@@ -18,7 +23,6 @@ from pipeline.export.exported_program import ExportedSearch, require_exported_pr
 from pipeline.export.huggingface_model import require_marian, require_transformers, write_huggingface
 from pipeline.export.onnx_model import load_onnx, require_onnx, write_onnx
 from pipeline.export.support import require_package
-from pipeline.export.torchscript import write_torchscript
 from pipeline.inference.loading import load_torchscript
 from pipeline.inference.scoring import score_pairs
 from pipeline.inference.translator import LONGEST, length_batches, padded
@@ -266,6 +270,18 @@ def _write_huggingface(bundle: Bundle, folder: Path) -> None:
     languages = card["source_language"], card["target_language"]
     write_huggingface(model.network, model.tokenizer, model.decoding, bundle.power_penalty, languages, folder)
     (folder / "README.md").write_text(model_card(card), encoding="utf-8")
+
+
+def write_torchscript(network: Transformer, tokenizer: Tokenizer, card: str, path: Path) -> None:
+    """Write network, searches, tokenizer and card into one TorchScript file. `card` is the text of `card.json`."""
+    search = BeamSearch(network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
+    extra = {"card.json": card, "tokenizer.model": tokenizer.model}
+    with warnings.catch_warnings():
+        # PyTorch deprecates TorchScript.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        buffer = io.BytesIO()  # On a full disk, `torch.jit.save` to a file would end the process.
+        torch.jit.save(torch.jit.script(search), buffer, _extra_files=extra)
+    path.write_bytes(buffer.getbuffer())
 
 
 def _load_torchscript(bundle: Bundle, path: Path, precision: str) -> Runner:

@@ -8,7 +8,7 @@ Shapes: R hypotheses, S source length, P previous tokens, H heads, K d_k, V d_v,
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +24,6 @@ INPUTS = {
 }
 OUTPUTS = {"encode": ["cross_keys", "cross_values"], "step": ["logits", "longer_keys", "longer_values"]}
 """The programs, and the names of their inputs and outputs."""
-
-
-class Program(NamedTuple):
-    """A module that torch.export has recorded."""
-
-    exported: torch.export.ExportedProgram
-    dimensions: tuple[dict[int, Any], ...]
-    """For each input, the names of its dynamic dimensions."""
 
 
 class Encode(nn.Module):
@@ -86,8 +78,8 @@ class Step(nn.Module):
         return self.network.logits(states).squeeze(1), *longer
 
 
-def export_programs(network: Transformer) -> dict[str, Program]:
-    """Export `Encode` and `Step` with a dynamic number of rows, source length and number of previous tokens."""
+def _programs(network: Transformer) -> dict[str, tuple[nn.Module, tuple[Any, ...], tuple[dict[int, Any], ...]]]:
+    """Return `Encode` and `Step`, arguments to record each with, and the dynamic dimensions of these."""
     longest = network.positions.max_positions
     rows = torch.export.Dim("rows")
     length = torch.export.Dim("source_length", max=longest or None)
@@ -99,14 +91,9 @@ def export_programs(network: Transformer) -> dict[str, Program]:
     own = [values[:, :, :, :2].contiguous() for values in cross]
     step_dimensions = ({0: rows}, *({1: rows, 3: past},) * 2, *({1: rows, 3: length},) * 2, {0: rows, 1: length})
     return {
-        "encode": _exported(encode, text, text_dimensions),
-        "step": _exported(Step(network), (source[:, 0], *own, *cross, source > 0), step_dimensions),
+        "encode": (encode.eval(), text, text_dimensions),
+        "step": (Step(network).eval(), (source[:, 0], *own, *cross, source > 0), step_dimensions),
     }
-
-
-def _exported(module: nn.Module, arguments: tuple[Any, ...], dimensions: tuple[dict[int, Any], ...]) -> Program:
-    with torch.no_grad(), quiet():
-        return Program(torch.export.export(module.eval(), arguments, dynamic_shapes=dimensions), dimensions)
 
 
 def require_onnx() -> None:
@@ -122,14 +109,15 @@ def write_onnx(network: Transformer, folder: Path) -> None:
         InputError: an operator of the network has no form in ONNX.
     """
     folder.mkdir()
-    for name, program in export_programs(network).items():
-        with quiet():
+    for name, (module, arguments, dimensions) in _programs(network).items():
+        with torch.no_grad(), quiet():
             try:
                 converted = torch.onnx.export(
-                    program.exported,
+                    module,
+                    arguments,
                     input_names=INPUTS[name],
                     output_names=OUTPUTS[name],
-                    dynamic_shapes=program.dimensions,
+                    dynamic_shapes=dimensions,
                     dynamo=True,
                     verbose=False,
                 )

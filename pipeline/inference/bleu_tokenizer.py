@@ -39,7 +39,7 @@ def language_code(language: str) -> str:
     return re.split("[-_]", language.strip().lower())[0]
 
 
-def choose_tokenizer(requested: str | None, language: str) -> Choice:
+def choose_tokenizer(requested: str | None, language: str, began: str | None = None) -> Choice:
     """Return the tokenizer to score a language with.
 
     Where the language's tokenizer is not installed, characters are counted, and the note says what to install.
@@ -47,18 +47,22 @@ def choose_tokenizer(requested: str | None, language: str) -> Choice:
     Args:
         requested: the recipe's `run.bleu_tokenizer`; None for the language's.
         language: the recipe's `corpus.target_language`.
+        began: the tokenizer that a resumed run began with and keeps, so that its scores stay comparable.
 
     Raises:
-        InputError: the requested tokenizer is not installed.
+        InputError: the tokenizer that is requested, or that the run began with, is not installed.
     """
+    wanted = requested or _BY_LANGUAGE.get(language_code(language), DEFAULT)
+    if began is not None:
+        require_tokenizer(began, f"the run began with BLEU on {began} tokens")
+        note = f"validation keeps BLEU on {began} tokens, with which the run began; a new run would use {wanted}"
+        return Choice(began, None if began == wanted else note)
     if requested is not None:
         require_tokenizer(requested, f"run.bleu_tokenizer {requested}")
-        return Choice(requested, None)
-    tokenizer = _of_language(language)
-    if missing := _missing(tokenizer):
+    elif missing := _missing(wanted):
         note = f"corpus.target_language {language}: BLEU counts characters, because {missing}"
         return Choice("char", note)
-    return Choice(tokenizer, None)
+    return Choice(wanted, None)
 
 
 def tokenizer_of(recipe: PlainValues) -> str:
@@ -71,26 +75,6 @@ def tokenizer_of(recipe: PlainValues) -> str:
     if note:
         print(note, file=sys.stderr)
     return tokenizer
-
-
-def resume_tokenizer(began: str, requested: str | None, language: str) -> Choice:
-    """Return the tokenizer that a resumed run began with, so that its scores stay comparable.
-
-    Args:
-        began: the tokenizer of the run's earlier validations.
-        requested: the recipe's `run.bleu_tokenizer`; None for the language's.
-        language: the recipe's `corpus.target_language`.
-
-    Raises:
-        InputError: the tokenizer is not installed.
-    """
-    require_tokenizer(began, f"the run began with BLEU on {began} tokens")
-    today = requested or _of_language(language)
-    if today == began:
-        return Choice(began, None)
-    return Choice(
-        began, f"validation keeps BLEU on {began} tokens, with which the run began; a new run would use {today}"
-    )
 
 
 def require_tokenizer(tokenizer: str, reason: str) -> None:
@@ -113,10 +97,6 @@ def spacing_warning(references: Iterable[str], tokenizer: str) -> str | None:
         f"have no spaces between words: BLEU on {tokenizer} tokens says little, read chrF; in a new run, set "
         "corpus.target_language (ja, zh), or run.bleu_tokenizer to char"
     )
-
-
-def _of_language(language: str) -> str:
-    return _BY_LANGUAGE.get(language_code(language), DEFAULT)
 
 
 def _missing(tokenizer: str) -> str | None:

@@ -11,8 +11,8 @@ from data_module.text_files import progress_bar
 from pipeline.inference.bleu_tokenizer import spacing_warning, tokenizer_of
 from pipeline.inference.evaluation_text import (
     EvaluationText,
-    TextPart,
     require_test_set,
+    text_of_files,
     text_of_recipe,
     text_of_test_set,
 )
@@ -37,7 +37,7 @@ TOKENIZED_LINES = 100
 
 
 class Scored(NamedTuple):
-    """The references of a text, with the translations of one system or two."""
+    """The references of a text, with the translations of one system or two, and settings of the scores."""
 
     names: list[str]
     """The evaluated checkpoint, and that of `--versus`."""
@@ -47,24 +47,17 @@ class Scored(NamedTuple):
     """One list or several."""
     scores: list[list[float]]
     """The numbers of `--scores` of each system; empty without the option."""
-
-    def part(self, indices: list[int]) -> "Scored":
-        """Return some of the sentences."""
-        translations, references = (
-            [[lines[i] for i in indices] for lines in columns] for columns in (self.translations, self.references)
-        )
-        return Scored(self.names, translations, references, [[numbers[i] for i in indices] for numbers in self.scores])
-
-
-class Judges(NamedTuple):
-    """Settings of the scores."""
-
     tokenizer: str
     """BLEU's tokenizer."""
     requested: list[str]
     """Names of further metrics."""
     language: str | None
     """The references' language code to add the scores of `--paper`; None to leave them out."""
+
+    def part(self, indices: list[int]) -> "Scored":
+        """Return some of the sentences."""
+        columns = ("translations", "references", "scores")
+        return self._replace(**{name: [[one[i] for i in indices] for one in getattr(self, name)] for name in columns})
 
 
 def evaluate(
@@ -93,28 +86,26 @@ def evaluate(
     translators = [load_translator(path) for path in checkpoints]
     translators[0].prefixes.check(arguments.prefix)
     if texts is not None:
-        source, reference, *more = texts
-        part = TextPart(str(arguments.source), arguments.prefix, source, reference)
-        text = EvaluationText(str(arguments.reference[0]), [part], more)
+        text = text_of_files(str(arguments.reference[0]), str(arguments.source), arguments.prefix, texts)
     else:
         text = text_of_model(translators[0], arguments)
         for path, numbers in zip(arguments.scores, scores, strict=True):
-            require_as_many(path, numbers, len(text.references))
-    judges = judges_of(translators[0], arguments, text)
+            require_as_many(path, numbers, len(text.sources))
+    settings_of_scores = judges_of(translators[0], arguments, text)
     translated = [translations(translator, text, options) for translator in translators]
-    references = [text.references, *text.more_references]
-    scored = Scored([translator.name for translator in translators], translated, references, scores)
+    names = [translator.name for translator in translators]
+    scored = Scored(names, translated, text.references, scores, *settings_of_scores)
     warn_of_text(text, translated[0])
     if arguments.output:
         with output_file(arguments.output) as file:
             file.write("".join(line + "\n" for line in translated[0]).encode())
     sources = {}
-    for name, indices in text.by_source().items():
+    for name, indices in text.by_part().items():
         print(f"{name}:")
-        sources[name] = print_scores(scored.part(indices), judges)
+        sources[name] = print_scores(scored.part(indices))
     if sources:
         print("all sources:")
-    figures = print_scores(scored, judges)
+    figures = print_scores(scored)
     settings = options.in_place_of(translators[0].settings)
     figures |= {"sources": sources} if sources else {}
     figures |= {"test_set": text.name} if arguments.test_set else {}
@@ -124,7 +115,7 @@ def evaluate(
 
 def warn_of_text(text: EvaluationText, hypotheses: list[str]) -> None:
     """Print warnings about references and translations."""
-    for message in reference_warnings(text.references, hypotheses):
+    for message in reference_warnings(text.references[0], hypotheses):
         print(f"{text.name}: its lines {message}", file=sys.stderr)
     if sum(line.endswith(" .") for line in hypotheses) >= TOKENIZED_LINES and not are_characters(hypotheses):
         print("the translations look tokenized: train on detokenized text for comparable scores", file=sys.stderr)
@@ -149,9 +140,9 @@ def text_of_model(translator: Translator, arguments: argparse.Namespace) -> Eval
 def translations(translator: Translator, text: EvaluationText, options: SearchOptions) -> list[str]:
     """Return the translations of a text, and print warnings about its sentences."""
     prefixes = translator.prefixes
-    if unknown := text.unknown_prefixes(prefixes):
+    if unknown := [one for one in dict.fromkeys(text.prefixes) if one not in (None, *prefixes.symbols)]:
         print(f"{translator.name}: sources are without {' '.join(unknown)}, which it does not know", file=sys.stderr)
-    sources = text.sources(prefixes)
+    sources = text.sources_for(prefixes)
     with progress_bar("translating", len(sources)) as bar:
         answers = translator.translate(sources, options, finished=bar.update)
     warnings = SentenceWarnings(prefixes, translator.max_source_tokens, translator.name)
@@ -161,8 +152,10 @@ def translations(translator: Translator, text: EvaluationText, options: SearchOp
     return [answer.text for answer in answers]
 
 
-def judges_of(translator: Translator, arguments: argparse.Namespace, text: EvaluationText) -> Judges:
-    """Return the settings of the scores according to the checkpoint's recipe and the options, and print warnings.
+def judges_of(
+    translator: Translator, arguments: argparse.Namespace, text: EvaluationText
+) -> tuple[str, list[str], str | None]:
+    """Return the last settings of `Scored` according to the checkpoint's recipe and the options; print warnings.
 
     Raises:
         InputError: the recipe's tokenizer is not installed, or `--paper` was not made for the language or the text.
@@ -170,25 +163,24 @@ def judges_of(translator: Translator, arguments: argparse.Namespace, text: Evalu
     language = translator.recipe["corpus"]["target_language"]
     if arguments.paper:
         require_moses_language(language)
-        if text.more_references:
+        if text.references[1:]:
             raise InputError(f"--paper: is for one reference, and {text.name} has several; omit it")
     tokenizer = tokenizer_of(translator.recipe)
-    if warning := spacing_warning(text.references, tokenizer):
+    if warning := spacing_warning(text.references[0], tokenizer):
         print(f"{text.name}: its lines {warning}", file=sys.stderr)
     requested = list(dict.fromkeys([*translator.recipe["run"]["metrics"], *arguments.metric]))
-    if text.more_references and (single := of_one_reference(requested)):
+    if text.references[1:] and (single := of_one_reference(requested)):
         print(f"{text.name}: without {', '.join(single)}, made for one reference of a sentence", file=sys.stderr)
-    return Judges(tokenizer, requested, language if arguments.paper else None)
+    return tokenizer, requested, language if arguments.paper else None
 
 
-def print_scores(scored: Scored, judges: Judges) -> PlainValues:
+def print_scores(scored: Scored) -> PlainValues:
     """Print a line for each score of a text, and return the scores."""
-    tokenizer, requested, language = judges
     (hypotheses, *others), (references, *more) = scored.translations, scored.references
-    options: PlainValues = {"more": more, "requested": requested}
-    figures = score(hypotheses, references, tokenizer, **options)
-    if language is not None:
-        figures |= paper_score(hypotheses, references, language)
+    options: PlainValues = {"tokenizer": scored.tokenizer, "more": more, "requested": scored.requested}
+    figures = score(hypotheses, references, **options)
+    if scored.language is not None:
+        figures |= paper_score(hypotheses, references, scored.language)
     difference: PlainValues = {}
     if scored.scores:
         mean, difference = mean_score(*scored.scores)
@@ -197,7 +189,7 @@ def print_scores(scored: Scored, judges: Judges) -> PlainValues:
         low, high = figures[f"{name}_interval"]
         print(f"{name:20} {figures[name]:6.2f}  [{low:.2f}, {high:.2f}]  {figures[f'{name}_signature']}")
     for other in others:
-        compared = compare(hypotheses, other, references, tokenizer, **options) | difference
+        compared = compare(hypotheses, other, references, **options) | difference
         figures["versus"] = {"checkpoint": scored.names[1], **compared}
         print_comparison(figures["versus"])
     return {**figures, "sentences": len(references)}

@@ -1,6 +1,5 @@
 """The text that `evaluate` scores: two files, the recipe's test text by source, or a test set by name."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -20,51 +19,36 @@ from pipeline.inference.options import Prefixes, with_prefix
 from pipeline.inference.text_io import read_sentences
 
 
-class TextPart(NamedTuple):
-    """The text of one source."""
-
-    name: str
-    prefix: str | None
-    sources: list[str]
-    """Without the prefix."""
-    references: list[str]
-
-
 class EvaluationText(NamedTuple):
-    """Sentences and their references."""
+    """Sentences and their references; each list has an entry for each sentence."""
 
     name: str
     """The file of the references, or the recipe's key."""
-    parts: list[TextPart]
-    more_references: Sequence[list[str]] = ()
-    """Further references of all sentences, one list or several."""
+    sources: list[str]
+    """Without prefixes."""
+    references: list[list[str]]
+    """One list or several."""
+    prefixes: list[str | None]
+    parts: list[str]
+    """Names of the text sources that the sentences come from."""
 
-    @property
-    def references(self) -> list[str]:
-        """The references of all parts."""
-        return [line for part in self.parts for line in part.references]
-
-    def sources(self, prefixes: Prefixes) -> list[str]:
+    def sources_for(self, known: Prefixes) -> list[str]:
         """Return the source sentences for a model: with their prefix, unless the model does not know it."""
-        return [
-            line
-            for part in self.parts
-            for line in with_prefix(part.prefix if part.prefix in prefixes.symbols else None, part.sources)
-        ]
+        pairs = zip(self.prefixes, self.sources, strict=True)
+        return [with_prefix(prefix if prefix in known.symbols else None, source) for prefix, source in pairs]
 
-    def unknown_prefixes(self, prefixes: Prefixes) -> list[str]:
-        """Return the prefixes of this text that a model does not know."""
-        used = dict.fromkeys(part.prefix for part in self.parts if part.prefix is not None)
-        return [prefix for prefix in used if prefix not in prefixes.symbols]
-
-    def by_source(self) -> dict[str, list[int]]:
-        """Return the indices of the sentences of each source, by name; empty if there are fewer than two sources."""
+    def by_part(self) -> dict[str, list[int]]:
+        """Return the indices of the sentences of each text source; empty if there are fewer than two sources."""
         indices: dict[str, list[int]] = {}
-        start = 0
-        for part in self.parts:
-            indices.setdefault(part.name, []).extend(range(start, start + len(part.sources)))
-            start += len(part.sources)
+        for index, name in enumerate(self.parts):
+            indices.setdefault(name, []).append(index)
         return indices if len(indices) > 1 else {}
+
+
+def text_of_files(name: str, source: str, prefix: str | None, texts: list[list[str]]) -> EvaluationText:
+    """Return the text of one source, from its sentences and one list of references or several."""
+    sources, *references = texts
+    return EvaluationText(name, sources, references, [prefix] * len(sources), [source] * len(sources))
 
 
 def text_of_recipe(corpus: PlainValues) -> EvaluationText:
@@ -83,15 +67,15 @@ def text_of_recipe(corpus: PlainValues) -> EvaluationText:
     assert isinstance(settings, CorpusSettings)
     if not settings.test:
         raise InputError("the recipe has no corpus.test; give a text to score with --source FILE and --reference FILE")
-    parts = []
+    result = EvaluationText("corpus.test", [], [[]], [], [])
     for name, text in zip(source_names(settings.test), settings.test, strict=True):
-        part = TextPart(name, text.prefix, [], [])
         for chunk in read_pairs(replace(text, prefix=None), settings):
             valid = sorted(set(range(len(chunk.source))) - set(chunk.invalid))
-            part.sources.extend(chunk.source[i] for i in valid)
-            part.references.extend(chunk.target[i] for i in valid)
-        parts.append(part)
-    return EvaluationText("corpus.test", parts)
+            result.sources.extend(chunk.source[i] for i in valid)
+            result.references[0].extend(chunk.target[i] for i in valid)
+            result.prefixes.extend([text.prefix] * len(valid))
+            result.parts.extend([name] * len(valid))
+    return result
 
 
 def require_test_set(name: str) -> None:
@@ -106,13 +90,7 @@ def require_test_set(name: str) -> None:
 
 
 def text_of_test_set(name: str, source_language: str, target_language: str, prefix: str | None) -> EvaluationText:
-    """Return the text of a test set: its sources and references.
-
-    Args:
-        name: sacreBLEU's name of the test set.
-        source_language: `corpus.source_language` of the model; a region or script may follow the language.
-        target_language: likewise.
-        prefix: put before each source sentence.
+    """Return the text of a test set of sacreBLEU for a model's languages, which a region or script may follow.
 
     Raises:
         InputError: there is no such set, it lacks the pair of languages, or it is not in sacreBLEU's folder and cannot
@@ -126,18 +104,18 @@ def text_of_test_set(name: str, source_language: str, target_language: str, pref
             f"--test-set {name}: has no {pair} (corpus.source_language and corpus.target_language of the model); it has"
             f" {', '.join(pairs)}"
         )
-    source, references = _files(name, pair)
-    sources, *targets = [[line.strip() for line in read_sentences(path)] for path in (source, *references)]
-    if not sources or any(len(lines) != len(sources) for lines in targets):
-        raise InputError(f"--test-set {name}: {source} and {references[0]} do not pair up; remove them and try again")
-    return EvaluationText(f"{name} {pair}", [TextPart(name, prefix, sources, targets[0])], targets[1:])
+    paths = _files(name, pair)
+    texts = [[line.strip() for line in read_sentences(path)] for path in paths]
+    if not texts[0] or any(len(lines) != len(texts[0]) for lines in texts):
+        raise InputError(f"--test-set {name}: {paths[0]} and {paths[1]} do not pair up; remove them and try again")
+    return text_of_files(f"{name} {pair}", name, prefix, texts)
 
 
-def _files(name: str, pair: str) -> tuple[Path, list[Path]]:
+def _files(name: str, pair: str) -> list[Path]:
     """Return the files of source and references; sacreBLEU downloads them if they do not exist."""
     data_set = DATASETS[name]
     try:
-        source, references = data_set.get_source_file(pair), data_set.get_reference_files(pair)
+        return [Path(path) for path in (data_set.get_source_file(pair), *data_set.get_reference_files(pair))]
     except (OSError, SystemExit) as error:
         folder = Path(SACREBLEU_DIR) / name
         reason = "" if isinstance(error, SystemExit) else f" ({error})"
@@ -146,4 +124,3 @@ def _files(name: str, pair: str) -> tuple[Path, list[Path]]:
             f" sacrebleu -t {name} -l {pair} --echo src, and copy ~/.sacrebleu/{name} from there to {folder}, or set"
             " SACREBLEU to a copy of ~/.sacrebleu"
         ) from None
-    return Path(source), [Path(path) for path in references]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from data_module.errors import InputError
+from data_module.settings import CorpusSettings
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
 from pipeline.config.recipe import Recipe, stored_settings
@@ -69,6 +70,18 @@ def chosen_file(path: Path) -> Path:
         raise InputError(f"{bundle}: has no {file.name}, which translates; {START_OVER} with --format torchscript")
     print(f"using {file}", file=sys.stderr)
     return file
+
+
+def require_direction(option: str, model: Translator, source: str, target: str) -> None:
+    """Raise InputError if a model translates in the opposite direction, from `target` to `source`."""
+    corpus = model.recipe["corpus"]
+    found = [corpus["source_language"], corpus["target_language"]]
+    # Recipes that do not name their languages all have the same two names.
+    if found == [target, source] != [CorpusSettings.source_language, CorpusSettings.target_language]:
+        raise InputError(
+            f"{option} {model.name}: translates from {target} to {source}; give a model that translates from {source}"
+            f" to {target}"
+        )
 
 
 def _load_bundle(folder: Path, device: str) -> Translator:

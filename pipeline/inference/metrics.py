@@ -54,79 +54,73 @@ class Metric(Protocol):
         ...
 
 
-class Bleu:
-    """sacreBLEU's BLEU.
+class _OfSacreBleu:
+    """A metric of sacreBLEU."""
+
+    several_references = True
+
+    def __init__(self, metric: Any) -> None:
+        self._metric = metric
+        # The signature needs this number, which sacreBLEU otherwise learns from the first text.
+        metric.num_refs = 1
+
+    def signature(self) -> str:
+        """Return sacreBLEU's signature."""
+        return str(self._metric.get_signature())
+
+
+class Bleu(_OfSacreBleu):
+    """BLEU.
 
     Statistics: lengths of hypothesis and reference in words; matching n-grams of each order; all n-grams of each order.
     """
 
-    several_references = True
-
     def __init__(self, **options: Any) -> None:
-        self._bleu = sacrebleu.BLEU(**options)
-        # The signature needs this number, which sacreBLEU otherwise learns from the first text.
-        self._bleu.num_refs = 1
-
-    def signature(self) -> str:
-        """Return sacreBLEU's signature."""
-        return str(self._bleu.get_signature())
+        super().__init__(sacrebleu.BLEU(**options))
 
     def statistics(self, hypothesis: str, *references: str) -> list[int]:
         """Return a sentence's counts."""
-        result = self._bleu.corpus_score([hypothesis], [[one] for one in references])
+        result = self._metric.corpus_score([hypothesis], [[one] for one in references])
         return [result.sys_len, result.ref_len, *result.counts, *result.totals]
 
     def score(self, statistics: Any) -> float:
         """Return BLEU in percent."""
-        totals = 2 + self._bleu.max_ngram_order
+        totals = 2 + self._metric.max_ngram_order
         return sacrebleu.BLEU.compute_bleu(
             correct=statistics[2:totals],
             total=statistics[totals:],
             sys_len=int(statistics[0]),
             ref_len=int(statistics[1]),
-            smooth_method=self._bleu.smooth_method,
+            smooth_method=self._metric.smooth_method,
         ).score
 
 
-class ChrF:
-    """sacreBLEU's chrF, or chrF++ with a `word_order` of 2."""
-
-    several_references = True
+class ChrF(_OfSacreBleu):
+    """chrF, or chrF++ with a `word_order` of 2."""
 
     def __init__(self, word_order: int = 0) -> None:
-        self._chrf = sacrebleu.CHRF(word_order=word_order)
-        self._chrf.num_refs = 1
-
-    def signature(self) -> str:
-        """Return sacreBLEU's signature."""
-        return str(self._chrf.get_signature())
+        super().__init__(sacrebleu.CHRF(word_order=word_order))
 
     def statistics(self, hypothesis: str, *references: str) -> list[int]:
         """Return a sentence's counts; see `chrf_statistics`."""
-        return chrf_statistics(self._chrf, hypothesis, *references)
+        return chrf_statistics(self._metric, hypothesis, *references)
 
     def score(self, statistics: Any) -> float:
         """Return chrF in percent."""
-        return chrf_score(self._chrf, statistics)
+        return chrf_score(self._metric, statistics)
 
 
-class Ter:
-    """sacreBLEU's translation edit rate: edits for each word of the reference, in percent."""
+class Ter(_OfSacreBleu):
+    """Translation edit rate: edits for each word of the reference, in percent."""
 
     higher_is_better = False
-    several_references = True
 
     def __init__(self) -> None:
-        self._ter = sacrebleu.TER()
-        self._ter.num_refs = 1
-
-    def signature(self) -> str:
-        """Return sacreBLEU's signature."""
-        return str(self._ter.get_signature())
+        super().__init__(sacrebleu.TER())
 
     def statistics(self, hypothesis: str, *references: str) -> list[int]:
         """Return the edits to the nearest reference and the mean length, both times the number of references."""
-        result = self._ter.corpus_score([hypothesis], [[one] for one in references])
+        result = self._metric.corpus_score([hypothesis], [[one] for one in references])
         return [round(result.num_edits * len(references)), round(result.ref_length * len(references))]
 
     def score(self, statistics: Sequence[float] | NDArray[np.float32]) -> float:
@@ -435,7 +429,9 @@ def _total_score(metric: Metric | _Mean, sentence_statistics: NDArray[np.number]
 def _with_interval(name: str, metric: Metric, hypotheses: list[str], references: Sequence[list[str]]) -> PlainValues:
     figures = _interval(name, metric, _statistics(metric, hypotheses, references))
     signature = re.sub(r"^nrefs:\d+", f"nrefs:{len(references)}", metric.signature())
-    return figures | {f"{name}_signature": _bootstrap_signature(signature)}
+    # The bootstrap's settings follow the number of references, as in sacreBLEU's.
+    signature = re.sub(r"^(nrefs:\d+\|)?", rf"\g<1>bs:{RESAMPLES}|seed:{SEED}|", signature, count=1)
+    return figures | {f"{name}_signature": signature}
 
 
 def _interval(name: str, metric: Metric | _Mean, sentence_statistics: NDArray[np.number]) -> PlainValues:
@@ -452,11 +448,6 @@ def _interval(name: str, metric: Metric | _Mean, sentence_statistics: NDArray[np
             round(min(mean + half_width, resampled[-1]), 4),
         ],
     }
-
-
-def _bootstrap_signature(signature: str) -> str:
-    """Insert the bootstrap's settings after the number of references, as sacreBLEU does."""
-    return re.sub(r"^(nrefs:\d+\|)?", rf"\g<1>bs:{RESAMPLES}|seed:{SEED}|", signature, count=1)
 
 
 def _draws(num_sentences: int) -> NDArray[np.int64]:

@@ -5,7 +5,6 @@ The first word of a source sentence, its prefix, tells a model of several langua
 """
 
 import argparse
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -175,7 +174,6 @@ class Prefixes:
         return f"without one of the prefixes that the model was trained with ({' '.join(self.trained)})"
 
 
-def with_prefix(prefix: str | None, sentences: Iterable[str]) -> Iterable[str]:
-    """Yield the sentences with the prefix, if there is one, before those that are not empty."""
-    for sentence in sentences:
-        yield f"{prefix} {sentence}" if prefix is not None and not is_blank(sentence) else sentence
+def with_prefix(prefix: str | None, sentence: str) -> str:
+    """Return a sentence with the prefix before it, if there is one and the sentence is not empty."""
+    return sentence if prefix is None or is_blank(sentence) else f"{prefix} {sentence}"

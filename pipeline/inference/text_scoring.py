@@ -11,10 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from data_module.errors import InputError
-from data_module.settings import CorpusSettings
 from data_module.text_files import progress_bar
 from data_module.tokenization.tokenizer import is_blank
-from pipeline.inference.loading import load_translator
+from pipeline.inference.loading import load_translator, require_direction
 from pipeline.inference.options import with_prefix
 from pipeline.inference.scoring import Alignment, Pieces, Scorer, dual_cross_entropy
 from pipeline.inference.text_io import CHUNK, Pair, output_file, read_pairs
@@ -74,15 +73,8 @@ def check_reverse(forward: Translator, reverse: Translator, compares_tokens: boo
     Raises:
         InputError: it translates in the same direction, or `compares_tokens` and it has another vocabulary.
     """
-    languages, others = ([model.recipe["corpus"][f"{side}_language"] for side in ("source", "target")]
-                         for model in (forward, reverse))  # fmt: skip
-    # Recipes that do not name their languages all have the same two names.
-    if languages == others != [CorpusSettings.source_language, CorpusSettings.target_language]:
-        source, target = languages
-        raise InputError(
-            f"--reverse {reverse.name}: translates from {source} to {target}, as {forward.name} does; give a model that"
-            f" translates from {target} to {source}"
-        )
+    corpus = forward.recipe["corpus"]
+    require_direction("--reverse", reverse, corpus["target_language"], corpus["source_language"])
     if compares_tokens and sorted(forward.tokenizer.pieces()) != sorted(reverse.tokenizer.pieces()):
         raise InputError(
             f"--reverse {reverse.name}: has another vocabulary than {forward.name}, so that cross-entropies for each"
@@ -106,7 +98,7 @@ def score_windows(
     with progress_bar("scoring", total, smoothing=0) as bar:
         while window := list(islice(pairs, CHUNK)):
             numbers, sources, targets = (list(column) for column in zip(*window, strict=True))
-            prefixed = list(with_prefix(prefix, sources))
+            prefixed = [with_prefix(prefix, one) for one in sources]
             forward, alignments, pieces = scorers[0].score(numbers, prefixed, targets, aligned)
             reverse = scorers[1].score(numbers, targets, sources)[0] if scorers[1:] else [None] * len(window)
             if prefix is not None:

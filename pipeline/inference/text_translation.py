@@ -147,7 +147,7 @@ def _translated(
     """
     warnings = SentenceWarnings(translator.prefixes, translator.max_source_tokens)
     for first, run in runs:
-        lines, prefixes = with_prefix(arguments.prefix, run), _target_prefixes(arguments, first)
+        lines, prefixes = (with_prefix(arguments.prefix, one) for one in run), _target_prefixes(arguments, first)
         translations = translator.translate_lines(
             lines, chunk, options, first, target_prefixes=prefixes, total=total, show=show
         )

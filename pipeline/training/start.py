@@ -21,7 +21,7 @@ from pipeline.checkpointing.run_folder import (
     should_reset,
 )
 from pipeline.config.recipe import Recipe
-from pipeline.inference.bleu_tokenizer import Choice, choose_tokenizer, resume_tokenizer
+from pipeline.inference.bleu_tokenizer import Choice, choose_tokenizer
 from pipeline.inference.metrics import title
 from pipeline.runtime.launch import JobStep
 from pipeline.training.marian_import import is_marian, load_marian
@@ -117,10 +117,8 @@ def choose_bleu_tokenizer(recipe: Recipe, resume: ResumePoint | None) -> Choice:
 
     Raises InputError when packages of the tokenizer are not installed.
     """
-    requested, language = recipe.run.bleu_tokenizer, recipe.corpus.target_language
-    if resume is None:
-        return choose_tokenizer(requested, language)
-    return resume_tokenizer(resume.bleu_tokenizer, requested, language)
+    began = None if resume is None else resume.bleu_tokenizer
+    return choose_tokenizer(recipe.run.bleu_tokenizer, recipe.corpus.target_language, began)
 
 
 def finished_reason(recipe: Recipe, path: Path, step: int) -> str | None:

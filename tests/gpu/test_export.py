@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from model.decoding import BeamSearch
-from pipeline.export.torchscript import write_torchscript
+from pipeline.export.formats import write_torchscript
 from pipeline.inference.loading import load_torchscript
 from tests.model.search_truth import (
     BOS,

@@ -14,7 +14,6 @@ from pipeline.inference.bleu_tokenizer import (
     Choice,
     choose_tokenizer,
     require_tokenizer,
-    resume_tokenizer,
     spacing_warning,
 )
 from pipeline.inference.metrics import compare, paper_score, require_moses_language, score
@@ -97,18 +96,18 @@ def test_what_the_recipe_names_has_to_be_installed(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_resumed_run_keeps_its_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert resume_tokenizer("ja-mecab", None, "ja") == Choice("ja-mecab", None)
-    assert resume_tokenizer("13a", None, "de") == Choice("13a", None)
-    assert resume_tokenizer("char", "char", "ja") == Choice("char", None)
+    assert choose_tokenizer(None, "ja", "ja-mecab") == Choice("ja-mecab", None)
+    assert choose_tokenizer(None, "de", "13a") == Choice("13a", None)
+    assert choose_tokenizer("char", "ja", "char") == Choice("char", None)
     for began, requested, today in (("13a", None, "ja-mecab"), ("char", None, "ja-mecab"), ("ja-mecab", "zh", "zh")):
-        tokenizer, note = resume_tokenizer(began, requested, "ja")
+        tokenizer, note = choose_tokenizer(requested, "ja", began)
         assert tokenizer == began
         assert note is not None
         assert f"keeps BLEU on {began} tokens" in note
         assert note.endswith(f"a new run would use {today}")
     monkeypatch.setitem(sys.modules, "MeCab", None)
     with pytest.raises(InputError, match=r"the run began with BLEU on ja-mecab tokens: .* are not installed"):
-        resume_tokenizer("ja-mecab", "char", "ja")
+        choose_tokenizer("char", "ja", "ja-mecab")
 
 
 @pytest.mark.parametrize("lines", [sides("ja-mecab")[1], sides("zh")[1], [THAI]])

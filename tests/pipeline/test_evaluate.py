@@ -11,7 +11,7 @@ import sacrebleu
 
 from model.settings import DecodingSettings
 from pipeline.inference import evaluation
-from pipeline.inference.evaluation_text import EvaluationText, TextPart
+from pipeline.inference.evaluation_text import EvaluationText, text_of_files
 from pipeline.inference.metrics import METRICS
 from pipeline.inference.options import Prefixes, SearchOptions
 from pipeline.inference.text_io import Defects
@@ -269,7 +269,7 @@ def test_options_reach_the_test_set_and_the_other_model(monkeypatch: pytest.Monk
 
     def read(*given: str) -> EvaluationText:
         asked.append(given)
-        return EvaluationText("set", [TextPart("set", given[-1], ["A b"], ["A b"])])
+        return text_of_files("set", "set", given[-1], [["A b"], ["A b"]])
 
     monkeypatch.setattr(evaluation, "load_translator", load)
     monkeypatch.setattr(evaluation, "text_of_test_set", read)

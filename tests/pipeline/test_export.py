@@ -19,7 +19,7 @@ from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
 from pipeline.__main__ import main
 from pipeline.checkpointing.checkpoint import TrainedModel
-from pipeline.export import onnx_model, torchscript
+from pipeline.export import formats, onnx_model
 from pipeline.export.bundle_folder import FILES, ON_REQUEST
 from pipeline.export.bundle_writer import bundle_files, write_bundle
 from pipeline.export.card import readme
@@ -178,7 +178,7 @@ def test_the_programs_of_the_readme_stop_as_the_recipe_says(
 
 def test_bad_input_to_the_exported_module(tokenizer: Tokenizer, tmp_path: Path) -> None:
     model = make_model(tokenizer)
-    torchscript.write_torchscript(model.network, tokenizer, '{"format_version": 2}', tmp_path / "model.ts")
+    formats.write_torchscript(model.network, tokenizer, '{"format_version": 2}', tmp_path / "model.ts")
     search = load_torchscript(tmp_path / "model.ts")
     for source, said in (
         (torch.zeros(0, 3, dtype=torch.int64), "one or more of each"),

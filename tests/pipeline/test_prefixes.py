@@ -29,8 +29,8 @@ def test_sentences_without_a_prefix() -> None:
 
 
 def test_sentences_with_a_prefix() -> None:
-    assert list(with_prefix("<a>", ["x y", "", " \xa0", "<b> x"])) == ["<a> x y", "", " \xa0", "<a> <b> x"]
-    assert list(with_prefix(None, ["x y", ""])) == ["x y", ""]
+    assert [with_prefix("<a>", one) for one in ("x y", "", " \xa0", "<b> x")] == ["<a> x y", "", " \xa0", "<a> <b> x"]
+    assert [with_prefix(None, one) for one in ("x y", "")] == ["x y", ""]
 
 
 def test_a_prefix_that_is_not_known() -> None:

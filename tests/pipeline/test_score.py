@@ -356,7 +356,10 @@ def test_mistakes(
         ([*given, target, "--keep", 0.5, *both[:3], source], f"{source}: is the text to score"),
         ([bundle, *given[1:], target, "--alignments", words], "--alignments: a bundle does not give"),
         ([*given, target, "--prefix", "<x>"], "--prefix <x>: is no prefix of this model"),
-        ([same, *given[1:], target, "--reverse", same], "translates from en to de, as"),
+        (
+            [same, *given[1:], target, "--reverse", same],
+            "translates from en to de; give a model that translates from de to en",
+        ),
     ):
         assert expected in refusal("score", *changed), changed
     assert not words.exists()
