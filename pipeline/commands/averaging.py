@@ -23,16 +23,9 @@ from pipeline.inference.metrics import mode_of, title_and_score
 
 
 def write_average(run: Path, option: str, count: int, output: Path) -> None:
-    """Write the average of `count` checkpoints, and print which these are.
+    """Write the average of a run's newest checkpoints ("last"), or of those around its best validation ("best").
 
-    Args:
-        run: a run folder.
-        option: "last" for the newest checkpoints, "best" for those around the best validation.
-        count: number of checkpoints.
-        output: the file to write.
-
-    Raises:
-        InputError: there are fewer checkpoints, or no validation scores.
+    Raises InputError when there are fewer checkpoints, or no validation scores.
     """
     averaged = average_last(run, count) if option == "last" else average_best(run, count)
     write_atomic(averaged, output)
@@ -40,20 +33,14 @@ def write_average(run: Path, option: str, count: int, output: Path) -> None:
 
 
 def average_last(run: Path, count: int) -> PlainValues:
-    """Return the average of the newest checkpoints.
-
-    Raises InputError when there are fewer.
-    """
+    """Return the average of the newest checkpoints."""
     paths = [path for path in step_checkpoints(run) if is_valid(path)]
     require_enough(run, "--last", count, len(paths))
     return average(paths[-count:])
 
 
 def average_best(run: Path, count: int) -> PlainValues:
-    """Return the average of the checkpoints around the best validation, which records how they were chosen.
-
-    Raises InputError when there are fewer checkpoints or no validation scores.
-    """
+    """Return the average of the checkpoints around the best validation, which records how they were chosen."""
     saved = saved_checkpoints(run)
     require_enough(run, "--best", count, len(saved))
     metric = best_by(run)

@@ -69,15 +69,7 @@ class Demo:
         self._stages: dict[str, Stage] = {}
 
     def stage(self, name: str, command: Sequence[object], text: str | None = None) -> None:
-        """Run `python COMMAND`.
-
-        Args:
-            name: the stage's name in the summary.
-            command: arguments of Python; its standard error goes to the terminal.
-            text: its standard input.
-
-        Exits if the command fails or is interrupted.
-        """
+        """Run `python COMMAND`, with `text` as its standard input; exit if it fails or is interrupted."""
         words = [str(word) for word in command]
         print(f"\n$ python {shlex.join(words)}", file=sys.stderr, flush=True)
         start = time.monotonic()

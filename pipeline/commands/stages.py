@@ -96,7 +96,6 @@ def run_stages(folder: Path, stages: Sequence[Stage], only: str | None) -> int:
 
     Args:
         folder: the folder of the marks.
-        stages: all stages, in order.
         only: the name of the stage to run; None for all.
 
     Raises:

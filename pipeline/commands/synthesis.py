@@ -129,12 +129,7 @@ class Plan:
 
 
 def make_plan(arguments: argparse.Namespace, recipe: Recipe, folder: Path) -> Plan:
-    """Check everything, write the files of the plan and return it; an existing plan is compared instead.
-
-    Args:
-        arguments: the arguments of `synthesize`.
-        recipe: the recipe.
-        folder: the folder that the plan is written to.
+    """Check everything, write the files of the plan to a folder and return it; an existing plan is compared instead.
 
     Raises:
         InputError: the recipe, the text or the model cannot be used, or the folder has another plan.
@@ -232,8 +227,7 @@ def check_text(corpus: CorpusSettings, path: Path | None, side: int) -> dict[str
     """Read training text, test text and `--text`; return the numbers of pairs of an epoch, and of sentences.
 
     Args:
-        corpus: the recipe's section.
-        path: the text; None for none.
+        path: `--text`; None for none.
         side: the side of the training text in the same language: 0 for the source, 1 for the target.
 
     Raises:

@@ -28,13 +28,9 @@ def export(
     """Write a bundle. Its folder appears when it is complete and all formats agree.
 
     Args:
-        checkpoint: a checkpoint or a run folder.
         folder: the bundle, which `check_bundle_folder` has allowed.
-        formats: see `bundle_files`.
-        quantize: see `bundle_files`.
+        formats: see `bundle_files`, as for `quantize`.
         text: files of sentences to compare formats on and of their references; None for the validation text's.
-        licences: licences of the training data.
-        options: settings of the bundle's searches in place of the recipe's.
     """
     path = resolve_checkpoint(checkpoint)
     print(f"exporting {path}", file=sys.stderr)
@@ -52,7 +48,6 @@ def bundle_files(model: TrainedModel, formats: list[str] | None, quantize: str |
     """Return the files and folders to write.
 
     Args:
-        model: the checkpoint.
         formats: keys of `FILES`; None for all except those of `ON_REQUEST`. Of these, formats whose program is not
             installed or does not support the model are left out, with a line about each.
         quantize: "int8" to add `ctranslate2-int8`.
@@ -80,15 +75,7 @@ def bundle_files(model: TrainedModel, formats: list[str] | None, quantize: str |
 def write_bundle(
     model: TrainedModel, folder: Path, names: list[str], text: Text, licences: list[str], n_best: int = 1
 ) -> None:
-    """Write all files into an empty folder.
-
-    Args:
-        model: the checkpoint.
-        folder: an empty folder.
-        names: files and folders to write, from `bundle_files`.
-        text: sentences to compare formats on.
-        licences: licences of the training data.
-        n_best: number of answers to a sentence that `model.pt2` returns.
+    """Write the files and folders `names` of `bundle_files`, and descriptions, into an empty folder.
 
     Raises:
         InputError: a format's translations differ from the checkpoint's.

@@ -26,11 +26,8 @@ TEMPLATES = Path(__file__).with_name("templates")
 def make_card(model: TrainedModel, scores: PlainValues, licences: list[str], n_best: int = 1) -> PlainValues:
     """Return the card as JSON values.
 
-    Args:
-        model: the checkpoint.
-        scores: the score of the metric of `run.best_by`, its signature and the name of the text.
-        licences: licences of the training data, as the user gave them.
-        n_best: number of answers to a sentence that `model.pt2` returns.
+    `scores` are the score of the metric of `run.best_by`, its signature and the name of the text; `n_best` is the
+    number of answers to a sentence that `model.pt2` returns.
     """
     tokenizer, decoding, corpus = model.tokenizer, model.decoding, model.recipe["corpus"]
     return {
@@ -95,8 +92,6 @@ def readme(names: list[str], card: PlainValues, example: list[int], two_models: 
     """Return the README, with a section for each format in `names`.
 
     Args:
-        names: files and folders of the bundle.
-        card: the bundle's card.
         example: ids of what `example_sentence` returns, with the end symbol.
         two_models: whether `source.spm` encodes and `tokenizer.model` only decodes.
     """

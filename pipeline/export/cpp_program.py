@@ -27,10 +27,7 @@ def require_compiled(network: Transformer) -> None:
 def write_cpp(network: Transformer, max_extra_tokens: int, folder: Path) -> None:
     """Write `search.cpp` and `weights.bin`, which has all learned position encodings, or enough sinusoids.
 
-    Args:
-        network: a network for which `require_compiled` raises nothing.
-        max_extra_tokens: how many tokens an answer may have beyond its source's, which has at most `LONGEST`.
-        folder: the folder to create.
+    The network is one for which `require_compiled` raises nothing.
     """
     folder.mkdir()
     source, header = (path.read_text(encoding="utf-8") for path in SOURCES)

@@ -29,20 +29,11 @@ def require_ctranslate2(network: Transformer) -> None:
 def write_ctranslate2(
     network: Transformer, tokenizer: Tokenizer, folder: Path, quantization: str | None = None
 ) -> None:
-    """Write model.bin, config.json and shared_vocabulary.json.
+    """Write model.bin, config.json and shared_vocabulary.json, for a network that `require_ctranslate2` allows.
 
-    The model takes sources as pieces of the tokenizer, with the end symbol.
-
-    Args:
-        network: the network.
-        tokenizer: its tokenizer.
-        folder: the folder to write to; created if missing.
-        quantization: type of the weights, such as "int8"; None for float32.
-
-    Raises:
-        InputError: see `require_ctranslate2`.
+    The model takes sources as pieces of the tokenizer, with the end symbol. `quantization` is the type of the weights,
+    such as "int8"; None for float32.
     """
-    require_ctranslate2(network)
     specification = _specification(network, tokenizer)
     specification.validate()
     # Detects that the three embedding matrices are tied.

@@ -75,10 +75,7 @@ def marian_config(network: Transformer, tokenizer: Tokenizer, num_positions: int
 def generation_settings(tokenizer: Tokenizer, settings: DecodingSettings, length_penalty: float) -> PlainValues:
     """Return the arguments of `GenerationConfig` that come nearest to the checkpoint's search.
 
-    Args:
-        tokenizer: the tokenizer.
-        settings: the recipe's `decoding:`.
-        length_penalty: alpha for Transformers' formula.
+    `length_penalty` is alpha for Transformers' formula.
     """
     values: PlainValues = {
         "num_beams": settings.beam_size,
@@ -105,20 +102,10 @@ def write_huggingface(
     languages: tuple[str, str],
     folder: Path,
 ) -> None:
-    """Write configuration, weights, generation settings and tokenizer.
+    """Write configuration, weights, generation settings and tokenizer of a model that `require_marian` allows.
 
-    Args:
-        network: the network.
-        tokenizer: its tokenizer.
-        settings: the recipe's `decoding:`.
-        length_penalty: alpha for Transformers' formula.
-        languages: the source's and the target's language code.
-        folder: the folder to write to; created if missing.
-
-    Raises:
-        InputError: see `require_marian`.
+    `length_penalty` is alpha for Transformers' formula, `languages` are the source's and the target's language code.
     """
-    require_marian(network, tokenizer)
     transformers = require_transformers()
     config = transformers.MarianConfig(**marian_config(network, tokenizer, LONGEST + settings.max_extra_tokens))
     with torch.no_grad():
@@ -186,11 +173,9 @@ def parts(encoder_layers: int, decoder_layers: int) -> Iterator[tuple[str, int, 
 
 
 def to_marian(weights: dict[str, Tensor], depths: tuple[int, int]) -> dict[str, Tensor]:
-    """Return a network's weights by their Marian names.
+    """Return the weights of a `Transformer` whose d_k and d_v are equal by their Marian names.
 
-    Args:
-        weights: the state dict of a `Transformer` whose d_k and d_v are equal.
-        depths: number of encoder and of decoder layers.
+    `depths` are the numbers of encoder and of decoder layers.
     """
     embedding = weights["embedding.weight"]
     order = halves(embedding.size(1))

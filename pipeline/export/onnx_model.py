@@ -67,8 +67,7 @@ class Step(nn.Module):
             last: int64 ids [R], the newest token of each hypothesis.
             keys: self-attention's keys [N, R, H, P, K]; P is 0 at the first step.
             values: self-attention's values [N, R, H, P, V].
-            cross_keys: cross-attention's keys from `Encode`.
-            cross_values: cross-attention's values from `Encode`.
+            cross_keys: cross-attention's keys from `Encode`, as `cross_values`.
             source_mask: bool [R, S], True at tokens.
         """
         # A sentence has one hypothesis, whose path has all slots. The cache has no free slot, so it is not written to.

@@ -69,8 +69,6 @@ def evaluate(
     """Translate, score and print.
 
     Args:
-        arguments: the arguments of `evaluate`.
-        options: options of the search.
         texts: the lines of `--source` and of each `--reference`; None for a test set or the recipe's text.
         scores: the numbers of each `--scores`.
 

@@ -54,9 +54,6 @@ def text_of_files(name: str, source: str, prefix: str | None, texts: list[list[s
 def text_of_recipe(corpus: PlainValues) -> EvaluationText:
     """Return the text of `corpus.test`, each source once. Pairs with invalid UTF-8 are left out, or an error.
 
-    Args:
-        corpus: the section `corpus` of the recipe in a checkpoint.
-
     Raises:
         InputError: the recipe names no test text, or a source cannot be read or has sides of unequal length.
     """

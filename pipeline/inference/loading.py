@@ -56,10 +56,7 @@ def load_file(file: Path, device: str | None = None, *, searches: bool = True) -
 
 
 def chosen_file(path: Path) -> Path:
-    """Return the checkpoint or the `model.ts` that a path stands for, and print it on standard error.
-
-    Args:
-        path: a checkpoint, a run folder, or a bundle.
+    """Return the checkpoint or the `model.ts` of a checkpoint, run folder or bundle, and print it on standard error.
 
     Raises:
         InputError: the path holds no model.
@@ -124,11 +121,7 @@ def _recipe_of(path: Path) -> tuple[Recipe, str]:
 
 
 def load_torchscript(path: Path, device: str = "cpu") -> Any:
-    """Load the search from a file.
-
-    Args:
-        path: the file.
-        device: device to load to.
+    """Load the search from a file to a device.
 
     Raises:
         InputError: the file has no card, or a card of another format.

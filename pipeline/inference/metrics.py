@@ -231,13 +231,7 @@ def score(
     """Return the metrics' scores and `bleu_lowercase`.
 
     Each metric has its score, its 95 % bootstrap interval as `<name>_interval` and its signature as `<name>_signature`.
-
-    Args:
-        hypotheses: translations.
-        references: their references.
-        tokenizer: BLEU's tokenizer.
-        more: further references of all sentences.
-        requested: see `metrics_on`.
+    `more` has further references of all sentences; see `metrics_on` for `tokenizer` and `requested`.
     """
     scores: PlainValues = {}
     for name, metric in _usable(tokenizer, requested, more).items():
@@ -256,12 +250,8 @@ def paper_score(hypotheses: list[str], references: list[str], language: str) -> 
 
     `bleu_paper` is the BLEU of "Attention Is All You Need": case-sensitive, with compounds split at hyphens.
     `bleu_moses_lowercase` is the BLEU of the literature on Multi30k: on lower-cased tokens with compounds left whole.
-    Neither is comparable to sacreBLEU's default BLEU.
-
-    Args:
-        hypotheses: detokenized translations.
-        references: detokenized references.
-        language: language code of both texts, which selects Moses' rules; see `require_moses_language`.
+    Neither is comparable to sacreBLEU's default BLEU. Both texts are detokenized; their language selects Moses' rules,
+    see `require_moses_language`.
 
     Raises:
         InputError: sacremoses is not installed.

@@ -2,9 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 
-from data_module.corpus.manifest import TOKENIZER_NAME
 from data_module.corpus.pairs import open_reader, read_pairs
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings
@@ -42,12 +40,7 @@ def encode_sources(
 
 
 def encode_target_prefixes(tokenizer: Tokenizer, prefixes: list[str], first: int) -> list[list[int]]:
-    """Return the ids of each target prefix.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        prefixes: the text that each translation begins with; empty for any.
-        first: number of the first line, for the message.
+    """Return the ids of each target prefix; `first` is the number of the first line, for the message.
 
     Raises:
         InputError: a prefix has a character that the vocabulary lacks.
@@ -68,26 +61,11 @@ def _first_strange(tokenizer: Tokenizer, sentence: str, ids: list[int], never_se
     return unknown, next((piece for number, piece in spelt if number in never_seen and number != unk_id), "")
 
 
-def corpus_report(settings: CorpusSettings, initial: Tokenizer | None) -> Iterator[tuple[str, bool]]:
-    """Yield the lines of `piece_report` about a prepared corpus.
-
-    Args:
-        settings: the recipe's `corpus:` section.
-        initial: the tokenizer of the weights that training begins with, which have learned its pieces; None if there
-            are none.
-    """
-    return piece_report(settings, Tokenizer.load(Path(settings.folder) / TOKENIZER_NAME).also_seen(initial))
-
-
 def piece_report(settings: CorpusSettings, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
     """Yield lines about the pieces of a corpus's texts, and for each line whether it names a likely mistake.
 
     The first training pairs are shown as pieces. Lines of the validation and test text with pieces that training never
     saw are counted.
-
-    Args:
-        settings: the recipe's `corpus:` section.
-        tokenizer: the tokenizer of the corpus.
     """
     sides, text = (("source", tokenizer), ("target", tokenizer.target)), settings.train[0]
     chunk = next(read_pairs(text, settings))

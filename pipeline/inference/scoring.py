@@ -49,10 +49,8 @@ def score_pieces(
         network: maps source ids [B, S], target ids [B, T] with the begin symbol, and a mask [B, S] that is False at
             padding, None without padding, to states [B, T, D].
         log_softmax: maps states [L, D] to log-probabilities of the next tokens [L, vocabulary].
-        tokenizer: has the begin and the padding symbol.
         sources: ids, each with the end symbol.
         targets: ids, each with the end symbol, and not longer than the network's learned positions.
-        device: the network's device.
         finished: called with a number of pairs whenever some have been scored.
     """
     results: list[list[float]] = [[] for _ in sources]
@@ -89,12 +87,7 @@ def piece_scores(
 ) -> list[list[float]]:
     """Return the log-probability of each target piece; none for a pair of empty sentences.
 
-    Args:
-        translator: has the tokenizer and the device.
-        network: a `PaddedTransformer`, or the one in an exported `BeamSearch`.
-        source_ids: see `score_pieces`, like the following arguments.
-        target_ids: likewise.
-        finished: likewise.
+    `network` is a `PaddedTransformer`, or the one in an exported `BeamSearch`; see `score_pieces` for other arguments.
 
     Raises:
         InputError: a score is not finite.
@@ -144,12 +137,9 @@ def align_words(
     position later (Chen et al. 2020, https://arxiv.org/abs/2004.14837), only lower layers of long trainings align.
 
     Args:
-        network: the network, in evaluation mode.
-        tokenizer: its tokenizer.
-        sources: ids, each with the end symbol.
-        targets: ids, each with the end symbol.
+        network: a network in evaluation mode.
+        sources: ids, each with the end symbol, like `targets`.
         texts: sources and targets as they are written. Only spaces (U+0020) end their words.
-        device: the network's device.
     """
     pieces, results = tokenizer.pieces(), [Alignment() for _ in sources]
     for batch, source, mask, target in _batches(tokenizer, sources, targets, device):
@@ -205,11 +195,7 @@ class Scorer:
     ) -> tuple[list[Hypothesis], list[Alignment], list[Pieces]]:
         """Return the score of each pair, its alignment, which is empty unless alignments are wanted, and its pieces.
 
-        Args:
-            numbers: the source line of each pair, from 1, for warnings.
-            sources: source sentences. Longer ones than `Translator.max_source_tokens` are cut.
-            targets: their translations, likewise.
-            with_alignments: see `align_words`; a bundle cannot give them.
+        Sentences longer than `Translator.max_source_tokens` are cut; warnings name them by `numbers`, their lines.
         """
         translator, tokenizer = self._translator, self._translator.tokenizer
         longest = translator.max_source_tokens

@@ -55,7 +55,6 @@ class Shards:
         """Write the manifest, or compare it with that of an earlier process.
 
         Args:
-            task: the text to translate.
             model: the file of the model.
             number: number of this process in its command, from 0.
 
@@ -154,12 +153,7 @@ class Shards:
             print(f"{name}{message}", file=sys.stderr, flush=True)
 
     def write(self, number: int, text: str) -> None:
-        """Add the translations of a line of the source; after the last line of a shard, write the shard.
-
-        Args:
-            number: the line's number.
-            text: its translation or translations, each with a line feed.
-        """
+        """Add the translations of a line, each with a line feed; after the last line of a shard, write the shard."""
         self._texts.append(text)
         shard = (number - 1) // self._size
         if len(self._texts) < self._num_lines_of(shard):

@@ -48,13 +48,7 @@ class SentenceWarnings:
     """Counts the sentences with each of the `Defects`."""
 
     def __init__(self, prefixes: Prefixes, longest: int | None, name: str = "") -> None:
-        """Create the warnings.
-
-        Args:
-            prefixes: the model's prefixes.
-            longest: the number of tokens that the network reads of a sentence; None without a limit.
-            name: the file or model, for messages.
-        """
+        """`longest` is the number of tokens that the network reads of a sentence, `name` the file or model."""
         messages = (
             f"longer than the {longest} tokens that the network reads; cut",
             "characters that the model has never seen, and cannot read",
@@ -96,13 +90,7 @@ def count_lines(path: Path) -> int | None:
 
 
 def require_target_prefixes(path: Path, num_lines: int | None, name: str) -> None:
-    """Raise InputError if a file of target prefixes does not have a line for each line of a text.
-
-    Args:
-        path: the file.
-        num_lines: number of lines of the text; None if it is not known.
-        name: name of the text.
-    """
+    """Raise InputError if a file does not have a target prefix for each line of a text, whose number may be unknown."""
     found = count_lines(path)
     if found is None:
         raise InputError(f"--target-prefixes {path}: must be a text file that can be read again")
@@ -116,13 +104,7 @@ def require_target_prefixes(path: Path, num_lines: int | None, name: str) -> Non
 def sentences(stream: Iterable[bytes], name: str = "", first: int = 1, *, warn: bool = True) -> Iterator[str]:
     """Yield lines as text. Only a line feed ends a line. Invalid UTF-8 is replaced, with one warning at the end.
 
-    Stray marks (see `StrayMarks`) are kept, and reported at the end.
-
-    Args:
-        stream: the lines.
-        name: the file, for messages.
-        first: number of the first line in the file.
-        warn: whether to warn.
+    Stray marks (see `StrayMarks`) are kept, and reported at the end. `first` is the number of the first line.
     """
     invalid, marks = LineWarning("not valid UTF-8; invalid bytes were replaced", name), StrayMarks(name)
     for number, line in enumerate(stream, first):
@@ -202,13 +184,7 @@ class Pair(NamedTuple):
 
 
 def read_pairs(source: Path, target: Path, is_list: bool, *, warn: bool = True) -> Iterator[Pair]:
-    """Yield the pairs of two texts.
-
-    Args:
-        source: source sentences.
-        target: their translations.
-        is_list: whether `target` is an n-best list.
-        warn: whether to warn of lines that are not UTF-8.
+    """Yield the pairs of two texts; `is_list` tells whether `target` is an n-best list.
 
     Raises:
         InputError: a file cannot be read, the texts do not pair up or are empty, or `target` is no n-best list.

@@ -32,12 +32,7 @@ class ScoredPair(NamedTuple):
 
 
 def score_text(arguments: argparse.Namespace, pairs: Iterator[Pair], total: int | None) -> None:
-    """Score pairs and print the result of each.
-
-    Args:
-        arguments: the arguments of `score`.
-        pairs: the pairs.
-        total: their number, if it is known.
+    """Score pairs, of which `total` are known to follow, and print the result of each.
 
     Raises:
         InputError: a model cannot be read, the models do not belong together, or the pairs cannot be read.
@@ -88,11 +83,8 @@ def score_windows(
     """Score a stream of pairs, `CHUNK` at a time, with a progress bar.
 
     Args:
-        pairs: the pairs.
         models: the model, and one of the opposite direction if there is one.
         prefix: put before each source sentence for the first model; words of alignments are counted without it.
-        aligned: whether to align words.
-        total: number of pairs, if it is known.
     """
     scorers = [Scorer(model) for model in models]
     with progress_bar("scoring", total, smoothing=0) as bar:
@@ -118,10 +110,8 @@ def _numbers(scored: ScoredPair) -> list[str]:
 def unknown_symbols(models: list[Translator]) -> list[set[str]]:
     """Return the user symbols that a model has never seen: in a source sentence, and in a target sentence.
 
-    A network may write such a symbol by chance when it samples.
-
-    Args:
-        models: the model, and one of the opposite direction if there is one.
+    A network may write such a symbol by chance when it samples. `models` are the model, and one of the opposite
+    direction if there is one.
     """
     found: list[set[str]] = [set(), set()]
     for side, symbols in enumerate(found):

@@ -27,13 +27,7 @@ _NOT_IN_TRANSLATIONS = {"checkpoint", "source", "output", "shard_lines", "device
 
 
 def translate_text(arguments: argparse.Namespace, options: SearchOptions, stream: BufferedReader) -> int:
-    """Translate until the input ends, and return the exit code: 1 if memory ran out or a process has failed.
-
-    Args:
-        arguments: the arguments of `translate`.
-        options: options of the search.
-        stream: the text.
-    """
+    """Translate until the input ends, and return the exit code: 1 if memory ran out or a process has failed."""
     try:
         devices = choose_devices(arguments.devices)
         # Chosen once for all processes, because a training run may write a newer checkpoint meanwhile.
@@ -139,11 +133,7 @@ def _translated(
 ) -> Iterator[tuple[int, str]]:
     """Yield the number of each line, and the text to print for it.
 
-    Args:
-        runs: consecutive lines, with the number of the first.
-        chunk: see `Translator.translate_lines`, like the following arguments.
-        total: likewise.
-        show: likewise.
+    A run is consecutive lines, with the number of the first; see `Translator.translate_lines` for the last arguments.
     """
     warnings = SentenceWarnings(translator.prefixes, translator.max_source_tokens)
     for first, run in runs:

@@ -108,14 +108,11 @@ class Translator:
 
         Args:
             network: a Transformer, its `CompiledSearch`, or an exported `BeamSearch`.
-            tokenizer: the tokenizer that the network was trained with.
-            settings: search settings.
             batch_tokens: upper bound on the padded source tokens that are decoded at the same time; a longer
                 sentence is decoded alone. There are at most `batch_tokens / SHORTEST` sentences at the same time.
             max_source_tokens: longer sentences are cut to this many tokens, including the end symbol; None for the
                 network's limit.
             device: device to search on; None for the device of the network. A `CompiledSearch` is on the CPU.
-            name: name in reports.
             recipe: the recipe that the network was trained with, if it is known; it names the prefixes.
 
         Raises:
@@ -154,8 +151,6 @@ class Translator:
         """Translate sentences. A sentence without pieces gets an empty translation.
 
         Args:
-            sentences: source sentences.
-            options: options of the search.
             first: number of the first sentence in its text, on which samples depend.
             target_prefixes: for each sentence, the text that its translation begins with; None if there are none.
             finished: called with a number of sentences whenever some have been translated.
@@ -208,10 +203,7 @@ class Translator:
 
         Args:
             lines: source lines. An error of this iterator is raised after the translations of the chunks before it.
-            chunk: number of lines translated together.
-            options: see `translate`.
-            first: likewise.
-            target_prefixes: likewise; there may be more of them than lines.
+            target_prefixes: see `translate`; there may be more of them than lines.
             total: number of lines, if it is known, for the time left.
             show: whether to show a progress bar.
         """

@@ -3,19 +3,21 @@
 import json
 from pathlib import Path
 
-from data_module.corpus.manifest import Manifest, numbers, summary
+from data_module.corpus.manifest import TOKENIZER_NAME, Manifest, numbers, summary
 from data_module.corpus.preparation import prepare
 from data_module.settings import CorpusSettings
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.config.recipe import Recipe
-from pipeline.inference.pieces import corpus_report
+from pipeline.inference.pieces import piece_report
 from pipeline.runtime.console import say
 
 
 def prepare_and_report(settings: CorpusSettings, tokenizer: Tokenizer | None, force: bool = False) -> Manifest:
     """Prepare the corpus, and report on its pieces and pairs; return the manifest."""
     manifest = prepare(settings, tokenizer, force=force)
-    for line in (*(line for line, _ in corpus_report(settings, tokenizer)), *summary(manifest).splitlines()):
+    # The weights that training begins with have learned the pieces of their tokenizer.
+    learned = Tokenizer.load(Path(settings.folder) / TOKENIZER_NAME).also_seen(tokenizer)
+    for line in (*(line for line, _ in piece_report(settings, learned)), *summary(manifest).splitlines()):
         say(line)
     return manifest
 

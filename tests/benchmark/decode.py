@@ -31,7 +31,7 @@ from pipeline.benchmark.decode import (
 )
 from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
 from pipeline.commands.benchmark import add_decode_arguments, checked_sentences
-from pipeline.export.ctranslate2_model import write_ctranslate2
+from pipeline.export.ctranslate2_model import require_ctranslate2, write_ctranslate2
 from pipeline.inference.loading import load_translator
 from pipeline.inference.options import SearchOptions
 
@@ -74,6 +74,7 @@ def write_baseline(checkpoint: Path, folder: Path) -> None:
             f"{path}: has two tokenizers with one vocabulary, which no baseline reads; leave out --baseline"
         )
     (folder / "tokenizer.model").write_bytes(model.tokenizer.model)
+    require_ctranslate2(model.network)
     write_ctranslate2(model.network, model.tokenizer, folder / "ctranslate2")
 
 
