@@ -26,7 +26,7 @@ from pipeline.config.recipe import recipe_from_dict
 from pipeline.inference.loading import load_translator
 from pipeline.inference.options import BY_RECIPE, SearchOptions
 from pipeline.inference.pieces import encode_sources
-from pipeline.inference.scoring import as_hypotheses, piece_scores, spelled_pieces
+from pipeline.inference.scoring import score_targets
 from pipeline.inference.text_io import Defects, SentenceWarnings
 from pipeline.inference.translator import Hypothesis, Translator
 from pipeline.runtime import signals
@@ -260,8 +260,8 @@ class Model:
             raise InputError(f"{len(given)} sources and {len(wanted)} targets; give one target for each source")
         source_ids, target_ids, translator = self._source_ids(given), self._target_ids(wanted), self._translator
         with _mistakes_in_one_line(), progress_bar("scoring", len(given), show=progress) as bar:
-            scores = piece_scores(translator, self._network, source_ids, target_ids, bar.update)
-        scored = as_hypotheses(wanted, scores, self._settings.length_penalty)
+            alpha = self._settings.length_penalty
+            scored, _ = score_targets(translator, self._network, source_ids, target_ids, wanted, alpha, bar.update)
         return scored[0] if isinstance(sources, str) else scored
 
     def pieces(self, sentence: str, target: str | None = None) -> list[tuple[str, float]]:
@@ -277,11 +277,9 @@ class Model:
         Raises:
             InputError: the target is too long for the model, or the weights are not finite.
         """
-        [source_ids], [target_ids] = self._ids_of_one(sentence, target)
-        translator = self._translator
+        source_ids, target_ids = self._ids_of_one(sentence, target)
         with _mistakes_in_one_line():
-            scores = piece_scores(translator, self._network, [source_ids], [target_ids])
-        return spelled_pieces(translator.tokenizer, [target_ids], scores)[0]
+            return score_targets(self._translator, self._network, source_ids, target_ids, [""], 0.0)[1][0]
 
     def attention(self, sentence: str, target: str | None = None) -> Attention:
         """Return the attention weights of a sentence while the model writes a translation.

@@ -23,7 +23,6 @@ from pipeline.inference.options import (
     add_prefix_argument,
     add_sampling_arguments,
     add_search_arguments,
-    add_target_prefix_arguments,
     given_sampling,
 )
 from pipeline.inference.text_io import CHUNK, count_lines, require_target_prefixes
@@ -36,7 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_prefix_argument(parser)
     add_search_arguments(parser)
     add_sampling_arguments(parser)
-    add_target_prefix_arguments(parser)
+    parser.add_argument("--target-prefix", metavar="TEXT", help="begin each translation with this text")
+    parser.add_argument(
+        "--target-prefixes",
+        type=user_path,
+        metavar="FILE",
+        help="begin the translation of each line with the text of the same line of FILE, or with anything if that is "
+        "empty",
+    )
     parser.add_argument("--n-best", type=int, metavar="N", help="print the N best translations; at most the beam size")
     parser.add_argument(
         "--devices",

@@ -25,9 +25,8 @@ from pipeline.export.onnx_model import load_onnx, require_onnx, write_onnx
 from pipeline.export.support import require_package
 from pipeline.inference.loading import load_torchscript
 from pipeline.inference.scoring import score_pairs
-from pipeline.inference.translator import LONGEST, length_batches, padded
+from pipeline.inference.translator import BATCH_TOKENS, LONGEST, length_batches, padded
 
-BATCH_TOKENS = 4096
 Ids = list[int]
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
 from pipeline.config.recipe import Recipe, stored_settings
 from pipeline.inference.bundle_folder import CARD_FILE, PROGRAM_FILE, START_OVER, bundle_of, parse_card
-from pipeline.inference.translator import LONGEST, Translator
+from pipeline.inference.translator import Translator
 from pipeline.runtime.backend import choose_search
 from pipeline.runtime.memory import limit_onednn_cache
 
@@ -48,7 +48,6 @@ def load_file(file: Path, device: str | None = None, *, searches: bool = True) -
         choose_search(device, model.network, *ids) if searches else model.network,
         tokenizer,
         model.decoding,
-        max_source_tokens=LONGEST,
         device=device,
         name=str(model.path),
         recipe=model.recipe,
@@ -104,7 +103,6 @@ def _load_bundle(folder: Path, device: str) -> Translator:
         search,
         tokenizer,
         recipe.decoding,
-        max_source_tokens=LONGEST,
         device=device,
         name=str(path),
         recipe=recipe.as_dict(),

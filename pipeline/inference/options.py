@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from data_module.errors import InputError
-from data_module.files import PlainValues, user_path
+from data_module.files import PlainValues
 from data_module.tokenization.tokenizer import is_blank
 from model.settings import LARGEST_SEARCH, STOP_RULES, DecodingSettings
 
@@ -69,18 +69,6 @@ class SearchOptions:
         if self.n_best > settings.beam_size:
             raise InputError(f"--n-best {self.n_best}: is more than the beam, {settings.beam_size}; raise --beam")
         return settings
-
-
-def add_target_prefix_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--target-prefix` and `--target-prefixes`."""
-    parser.add_argument("--target-prefix", metavar="TEXT", help="begin each translation with this text")
-    parser.add_argument(
-        "--target-prefixes",
-        type=user_path,
-        metavar="FILE",
-        help="begin the translation of each line with the text of the same line of FILE, or with anything if that is "
-        "empty",
-    )
 
 
 BY_RECIPE = SearchOptions()
@@ -167,11 +155,6 @@ class Prefixes:
     def is_missing(self, sentence: str) -> bool:
         """Return whether a sentence lacks a prefix, and the model was trained only on sentences with one."""
         return self.always and not is_blank(sentence) and sentence.split(maxsplit=1)[0] not in self.trained
-
-    @property
-    def missing_message(self) -> str:
-        """What to print about sentences for which `is_missing` holds."""
-        return f"without one of the prefixes that the model was trained with ({' '.join(self.trained)})"
 
 
 def with_prefix(prefix: str | None, sentence: str) -> str:

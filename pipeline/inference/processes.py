@@ -4,6 +4,7 @@ import multiprocessing
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -30,14 +31,12 @@ def choose_devices(count: int) -> list[str]:
     Raises:
         InputError: there are fewer devices than `count`, or `count` is below 1.
     """
-    if torch.cuda.is_available():
-        available, units = torch.cuda.device_count(), "GPUs"
-    else:
-        available, units = num_processors(), "processors"
+    on_gpus = torch.cuda.is_available()
+    available = torch.cuda.device_count() if on_gpus else num_processors()
     if not 1 <= count <= available:
-        units = units.removesuffix("s") if available == 1 else units
+        units = ("GPU" if on_gpus else "processor") + "s" * (available > 1)
         raise InputError(f"--devices {count}: this process may use {available} {units}; give 1 to {available}")
-    return [f"cuda:{index}" if units.startswith("GPU") else "cpu" for index in range(count)]
+    return [f"cuda:{index}" if on_gpus else "cpu" for index in range(count)]
 
 
 def run_on_devices(work: Work, devices: list[str]) -> None:
@@ -89,7 +88,8 @@ def _run(work: Work, device: str, number: int, num_threads: int, answer: Connect
         work(device, number)
     except Exception as error:
         if lacking := lacking_memory(error):
-            answer.send(MemoryError(lacking))
+            name = multiprocessing.current_process().name
+            answer.send(WorkerError(f"{name} is out of memory ({lacking}); give fewer --devices or a smaller --beam"))
         elif line := user_message(error):
             answer.send(InputError(line))
         else:
@@ -99,14 +99,8 @@ def _run(work: Work, device: str, number: int, num_threads: int, answer: Connect
 def _raise_failure(process: BaseProcess, answer: Connection) -> None:
     """Raise the error of a process that has ended, if it failed."""
     process.join()
-    try:
-        error = answer.recv()
-    except EOFError:
-        error = None
-    if isinstance(error, MemoryError):
-        raise WorkerError(f"{process.name} is out of memory ({error}); give fewer --devices or a smaller --beam")
-    if error is not None:
-        raise error
+    with suppress(EOFError):
+        raise answer.recv()
     code = process.exitcode or 0
     if code == -signal.SIGKILL:
         raise WorkerError(f"{process.name} was killed by SIGKILL; if memory ran out, give fewer --devices")

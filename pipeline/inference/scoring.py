@@ -78,16 +78,19 @@ def _batches(
         yield batch, source.to(device), needed, target.to(device)
 
 
-def piece_scores(
+def score_targets(
     translator: Translator,
     network: Any,
     source_ids: Sequence[Sequence[int]],
     target_ids: Sequence[Sequence[int]],
+    texts: Sequence[str],
+    length_penalty: float,
     finished: Callable[[int], object] = lambda count: None,
-) -> list[list[float]]:
-    """Return the log-probability of each target piece; none for a pair of empty sentences.
+) -> tuple[list[Hypothesis], list[Pieces]]:
+    """Return each target, of `texts`, with its score, computed as `translate` does, and its pieces with theirs.
 
-    `network` is a `PaddedTransformer`, or the one in an exported `BeamSearch`; see `score_pieces` for other arguments.
+    A pair of empty sentences has no pieces. `network` is a `PaddedTransformer`, or the one in an exported `BeamSearch`;
+    see `score_pieces` for other arguments.
 
     Raises:
         InputError: a score is not finite.
@@ -98,27 +101,15 @@ def piece_scores(
 
     tokenizer, device = translator.tokenizer, translator.device
     scores = score_pieces(network, log_softmax, tokenizer, source_ids, target_ids, device, finished)
-    if not all(math.isfinite(score) for pieces in scores for score in pieces):
+    if not all(math.isfinite(score) for row in scores for score in row):
         raise InputError(f"{translator.name}: its scores are not finite; choose a checkpoint with finite weights")
-    return scores
-
-
-def as_hypotheses(texts: Sequence[str], scores: Sequence[list[float]], length_penalty: float) -> list[Hypothesis]:
-    """Return each text with its score, computed from the log-probabilities of its pieces as `translate` does."""
-    penalties = penalty(torch.tensor([len(pieces) for pieces in scores]), length_penalty).tolist()
-    return [
-        Hypothesis(text, math.fsum(pieces) / divisor, math.fsum(pieces), len(pieces)) if pieces else EMPTY
-        for text, pieces, divisor in zip(texts, scores, penalties, strict=True)
+    pieces, penalties = tokenizer.pieces(), penalty(torch.tensor([len(row) for row in scores]), length_penalty).tolist()
+    hypotheses = [
+        Hypothesis(text, math.fsum(row) / divisor, math.fsum(row), len(row)) if row else EMPTY
+        for text, row, divisor in zip(texts, scores, penalties, strict=True)
     ]
-
-
-def spelled_pieces(tokenizer: Tokenizer, ids: Sequence[Sequence[int]], scores: Sequence[list[float]]) -> list[Pieces]:
-    """Return each sentence's pieces with their scores; none of a sentence without scores."""
-    pieces = tokenizer.pieces()
-    return [
-        [(pieces[piece], score) for piece, score in zip(row, found, strict=False)]
-        for row, found in zip(ids, scores, strict=True)
-    ]
+    rows = zip(target_ids, scores, strict=True)
+    return hypotheses, [[(pieces[one], score) for one, score in zip(ids, row, strict=False)] for ids, row in rows]
 
 
 def align_words(
@@ -188,7 +179,7 @@ class Scorer:
     def __init__(self, translator: Translator) -> None:
         """The search of `translator` holds a network, so it is no `CompiledSearch`."""
         self._translator, self._network = translator, translator.search.network
-        self._warnings = SentenceWarnings(translator.prefixes, translator.max_source_tokens, translator.name)
+        self.warnings = SentenceWarnings(translator.prefixes, translator.max_source_tokens, translator.name)
 
     def score(
         self, numbers: list[int], sources: list[str], targets: list[str], with_alignments: bool = False
@@ -202,16 +193,11 @@ class Scorer:
         source_ids, source_defects = encode_sources(tokenizer, sources, longest, translator.prefixes)
         target_ids, target_defects = encode_sources(tokenizer.target, targets, longest)
         for number, of_source, of_target in zip(numbers, source_defects, target_defects, strict=True):
-            self._warnings.add(number, of_source)
-            self._warnings.add(number, of_target)
-        scores = piece_scores(translator, self._network, source_ids, target_ids)
-        scored = as_hypotheses(targets, scores, translator.settings.length_penalty)
-        pieces = spelled_pieces(tokenizer, target_ids, scores)
+            self.warnings.add(number, of_source)
+            self.warnings.add(number, of_target)
+        alpha = translator.settings.length_penalty
+        scored, pieces = score_targets(translator, self._network, source_ids, target_ids, targets, alpha)
         if not with_alignments:
             return scored, [Alignment() for _ in scored], pieces
         texts, network = (sources, targets), self._network.network
         return scored, align_words(network, tokenizer, source_ids, target_ids, texts, translator.device), pieces
-
-    def print_warnings(self) -> None:
-        """Print a line for each defect."""
-        self._warnings.print()

@@ -53,7 +53,7 @@ class SentenceWarnings:
             f"longer than the {longest} tokens that the network reads; cut",
             "characters that the model has never seen, and cannot read",
             "pieces that no training sentence has on this side; write text as the training text is written",
-            prefixes.missing_message,
+            f"without one of the prefixes that the model was trained with ({' '.join(prefixes.trained)})",
             f"U+2581 ({SPACE_MARK}), by which sentencepiece marks spaces, was read as a space",
             "accents in another normal form than the training text's; convert the text (uconv -x any-nfc, or any-nfd)",
         )

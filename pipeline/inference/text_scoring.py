@@ -98,7 +98,7 @@ def score_windows(
             yield from map(ScoredPair, window, forward, reverse, alignments, pieces)
             bar.update(len(window))
     for scorer in scorers:
-        scorer.print_warnings()
+        scorer.warnings.print()
 
 
 def _numbers(scored: ScoredPair) -> list[str]:

@@ -84,8 +84,10 @@ class Translation(NamedTuple):
 
 SEARCHED = 2048
 """Maximum number of sentences in a call of a compiled search, of which each thread decodes a few at a time."""
+BATCH_TOKENS = 4096
+"""Upper bound on the padded source tokens that another search decodes at the same time; see `length_batches`."""
 LONGEST = 1024
-"""Limit on source tokens in the commands; the time of attention grows with the square of the length."""
+"""Limit on the tokens of a source; the time of attention grows with the square of the length."""
 EMPTY = Hypothesis("", 0.0, 0.0, 0)
 
 
@@ -98,8 +100,6 @@ class Translator:
         tokenizer: Tokenizer,
         settings: DecodingSettings,
         *,
-        batch_tokens: int = 4096,
-        max_source_tokens: int | None = None,
         device: torch.device | str | None = None,
         name: str = "",
         recipe: PlainValues | None = None,
@@ -108,25 +108,13 @@ class Translator:
 
         Args:
             network: a Transformer, its `CompiledSearch`, or an exported `BeamSearch`.
-            batch_tokens: upper bound on the padded source tokens that are decoded at the same time; a longer
-                sentence is decoded alone. There are at most `batch_tokens / SHORTEST` sentences at the same time.
-            max_source_tokens: longer sentences are cut to this many tokens, including the end symbol; None for the
-                network's limit.
             device: device to search on; None for the device of the network. A `CompiledSearch` is on the CPU.
             recipe: the recipe that the network was trained with, if it is known; it names the prefixes.
-
-        Raises:
-            ValueError: the network and the tokenizer have vocabularies of different sizes.
         """
         # Any: a loaded TorchScript module has the methods of BeamSearch but not its type.
         search: Any = network
         if isinstance(network, Transformer):
             search = BeamSearch(network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
-        if search.vocabulary_size != tokenizer.vocabulary_size:
-            raise ValueError(
-                f"the network knows {search.vocabulary_size} pieces and the tokenizer "
-                f"{tokenizer.vocabulary_size}: they do not belong together"
-            )
         self.device = torch.device("cpu")
         if isinstance(search, torch.nn.Module):
             search = search.eval() if device is None else search.eval().to(device)
@@ -135,9 +123,9 @@ class Translator:
         self.name, self.recipe = name, recipe or {}
         self.prefixes = Prefixes.of_corpus(recipe["corpus"]) if recipe else Prefixes()
         self.tokenizer, self.settings = tokenizer, settings
-        self._batch_limits = (math.inf, SEARCHED) if isinstance(search, CompiledSearch) else (batch_tokens, None)
-        limits = [limit for limit in (self.search.max_positions, max_source_tokens) if limit]
-        self.max_source_tokens = min(limits, default=None)
+        self._batch_limits = (math.inf, SEARCHED) if isinstance(search, CompiledSearch) else (BATCH_TOKENS, None)
+        self.max_source_tokens = min(self.search.max_positions or LONGEST, LONGEST)
+        """Longer sentences are cut to this many tokens, including the end symbol."""
 
     def translate(
         self,
@@ -252,10 +240,8 @@ class Translator:
                 if sampling is None:
                     beam = size, penalty, extra, n_best, settings.stop_rule
                     answers = self.search.beam(*given, *beam, *prefix_argument)
-                elif hasattr(self.search, "sample"):
-                    answers = self.search.sample(*given, numbers, sampling, extra, penalty, *prefix_argument)
                 else:
-                    raise InputError(f"{self.name}: was exported by a version without sampling; export it again")
+                    answers = self.search.sample(*given, numbers, sampling, extra, penalty, *prefix_argument)
             finished(len(sources))
         tokens, lengths, scores, log_probabilities = (result.flatten(0, 1).tolist() for result in answers)
         ids = [tuple(row[:length]) for row, length in zip(tokens, lengths, strict=True)]

@@ -310,7 +310,8 @@ def test_characters_that_are_not_read_are_warned_of(model: pipeline.Model, odd: 
 
 def test_long_sentences_and_missing_prefixes_are_warned_of(tokenizer: Tokenizer) -> None:
     trained = make_model(tokenizer, learned_positions=True, max_positions=12)
-    translator = Translator(trained.network, tokenizer, trained.decoding, max_source_tokens=6)
+    translator = Translator(trained.network, tokenizer, trained.decoding)
+    translator.max_source_tokens = 6
     model = pipeline.Model(translator)
     with pytest.warns(UserWarning, match="^2 sentences, 2, 3: longer than the 6 tokens") as caught:
         model.translate(["a b", "a b c d e f g", "g f e d c b a", "a"])

@@ -23,9 +23,10 @@ from pipeline.checkpointing.checkpoint import (
     write_atomic,
 )
 from pipeline.inference import scoring, text_scoring
+from pipeline.inference.options import Prefixes
 from pipeline.inference.pieces import encode_sources
 from pipeline.inference.scoring import Scorer, align_words
-from pipeline.inference.text_io import Pair
+from pipeline.inference.text_io import Pair, SentenceWarnings
 from pipeline.inference.translator import EMPTY, Translator
 from pipeline.training.marian_import import load_marian
 from tests.conftest import refusal, run_here, sentences, train_tokenizer
@@ -308,13 +309,13 @@ def test_alignments_do_not_count_the_prefix(monkeypatch: pytest.MonkeyPatch) -> 
     read = []
 
     class Fake:
+        warnings = SentenceWarnings(Prefixes(), None)
+
         def __init__(self, translator: Any) -> None: ...
 
         def score(self, numbers: list[int], sources: list[str], targets: list[str], aligned: bool) -> Any:
             read.extend(sources)
             return [EMPTY], [[(0, 0), (2, 1)]], [[]]
-
-        def print_warnings(self) -> None: ...
 
     monkeypatch.setattr(text_scoring, "Scorer", Fake)
     models: Any = [None]

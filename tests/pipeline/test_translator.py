@@ -1,7 +1,6 @@
 import math
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +11,10 @@ from model.decoding import BeamSearch
 from model.sampling import Sampling
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import PaddedTransformer, Transformer
+from pipeline.inference import translator as module
 from pipeline.inference.options import SearchOptions
 from pipeline.inference.pieces import encode_sources
-from pipeline.inference.scoring import piece_scores
+from pipeline.inference.scoring import score_targets
 from pipeline.inference.text_io import Defects
 from pipeline.inference.translator import EMPTY, Translator, length_batches
 from tests.conftest import train_tokenizer
@@ -46,7 +46,9 @@ def make_network(tokenizer: Tokenizer, learned_positions: bool = False) -> Trans
 SETTINGS = DecodingSettings(beam_size=3, max_extra_tokens=4)
 
 
-def test_translations_have_the_order_of_the_sentences_for_any_batch_size(tokenizer: Tokenizer) -> None:
+def test_translations_have_the_order_of_the_sentences_for_any_batch_size(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sentences = make_sentences(40)
     network = make_network(tokenizer)
     search = BeamSearch(network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
@@ -58,9 +60,8 @@ def test_translations_have_the_order_of_the_sentences_for_any_batch_size(tokeniz
         expected.append((tokenizer.decode(rows), scores[0].tolist(), lengths[0].tolist()))
     assert len({texts[0] for texts, _, _ in expected}) > 20
     for batch_tokens in (1, 60, 4096):
-        translations = Translator(network, tokenizer, SETTINGS, batch_tokens=batch_tokens).translate(
-            sentences, SearchOptions(n_best=2)
-        )
+        monkeypatch.setattr(module, "BATCH_TOKENS", batch_tokens)
+        translations = Translator(network, tokenizer, SETTINGS).translate(sentences, SearchOptions(n_best=2))
         for translation, (texts, scores, lengths) in zip(translations, expected, strict=True):
             assert [one.text for one in translation.hypotheses] == texts
             assert [one.score for one in translation.hypotheses] == pytest.approx(scores, abs=1e-4)
@@ -88,7 +89,9 @@ def test_empty_sentences_are_not_searched(tokenizer: Tokenizer, monkeypatch: pyt
     assert translator.translate([]) == []
 
 
-def test_a_sentence_longer_than_the_positions_is_cut_and_marked(tokenizer: Tokenizer) -> None:
+def test_a_sentence_longer_than_the_positions_is_cut_and_marked(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     translator = Translator(make_network(tokenizer, learned_positions=True), tokenizer, SETTINGS)
     longest = " ".join(["hund"] * 30)
     short, cut = translator.translate(["ein", longest])
@@ -100,11 +103,8 @@ def test_a_sentence_longer_than_the_positions_is_cut_and_marked(tokenizer: Token
     source = torch.tensor([[*tokenizer.encode([longest])[0][:11].tolist(), tokenizer.eos_id]])
     answers = translator.search.beam(source, None, 3, 0.6, 4, 1)
     assert cut.hypotheses[0].score == pytest.approx(float(answers.scores[0, 0]), abs=1e-4)
-    assert (
-        Translator(make_network(tokenizer), tokenizer, SETTINGS, max_source_tokens=5)
-        .translate([longest])[0]
-        .defects.is_cut
-    )
+    monkeypatch.setattr(module, "LONGEST", 5)
+    assert Translator(make_network(tokenizer), tokenizer, SETTINGS).translate([longest])[0].defects.is_cut
 
 
 def test_weights_that_are_not_finite_are_refused(tokenizer: Tokenizer) -> None:
@@ -120,14 +120,7 @@ def test_weights_that_are_not_finite_are_refused(tokenizer: Tokenizer) -> None:
     lines = make_sentences(3)
     ids, _ = encode_sources(tokenizer, lines, None)
     with pytest.raises(InputError, match="runs/nan: its scores are not finite"):
-        piece_scores(translator, PaddedTransformer(network), ids, ids)
-
-
-def test_a_bundle_of_an_earlier_version_cannot_sample(tokenizer: Tokenizer) -> None:
-    translator = Translator(make_network(tokenizer), tokenizer, SETTINGS, name="exports/old")
-    translator.search = SimpleNamespace(beam=None)
-    with pytest.raises(InputError, match="exports/old: was exported by a version without sampling; export it again"):
-        translator.translate(["ein hund"], SearchOptions(sampling=Sampling()))
+        score_targets(translator, PaddedTransformer(network), ids, ids, lines, 0.6)
 
 
 def test_translations_have_no_line_breaks(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,12 +128,6 @@ def test_translations_have_no_line_breaks(tokenizer: Tokenizer, monkeypatch: pyt
     broken = "a\nb\r\nc\u2028d\x85e\x0bf\x1cg"
     monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: [broken for _ in ids])
     assert translator.translate(["ein hund"])[0].text == "a b c d e f g"
-
-
-def test_a_foreign_tokenizer_is_refused(tokenizer: Tokenizer) -> None:
-    other = train_tokenizer(make_sentences(200), 50)
-    with pytest.raises(ValueError, match="45 pieces and the tokenizer 50"):
-        Translator(make_network(tokenizer), other, SETTINGS)
 
 
 def test_length_batches() -> None:
@@ -163,11 +150,12 @@ def test_length_batches() -> None:
     assert list(length_batches([20, 30, 20, 30, 30, 1, 20], 60, one_length=True)) == [[1, 3], [4], [0, 2, 6]]
 
 
-def test_a_translation_may_be_any_bytes_and_a_source_cut_within_a_character() -> None:
+def test_a_translation_may_be_any_bytes_and_a_source_cut_within_a_character(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LONGEST", 5)
     text = [*make_sentences(200), "<b>ein</b> hund"]
     tokenizer = train_tokenizer(text, 305, byte_fallback=True, user_symbols=["<b>", "</b>"])
     # With random weights, most pieces of the translations are bytes.
-    translator = Translator(make_network(tokenizer), tokenizer, SETTINGS, max_source_tokens=5)
+    translator = Translator(make_network(tokenizer), tokenizer, SETTINGS)
     sentences = ["😀" * length for length in range(1, 4)] + ["<b>läuft</b> 👩🏽‍💻", "", "ΑΒΓ\u2028"]
     translations = translator.translate(sentences, SearchOptions(n_best=3))
     assert [len(one.hypotheses) for one in translations] == [3, 3, 3, 3, 1, 3]
