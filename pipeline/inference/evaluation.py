@@ -19,7 +19,6 @@ from pipeline.inference.evaluation_text import (
 from pipeline.inference.loading import load_translator
 from pipeline.inference.metrics import (
     are_characters,
-    compare,
     mean_score,
     of_one_reference,
     paper_score,
@@ -57,7 +56,8 @@ class Scored(NamedTuple):
     def part(self, indices: list[int]) -> "Scored":
         """Return some of the sentences."""
         columns = ("translations", "references", "scores")
-        return self._replace(**{name: [[one[i] for i in indices] for one in getattr(self, name)] for name in columns})
+        chosen: PlainValues = {name: [[one[i] for i in indices] for one in getattr(self, name)] for name in columns}
+        return self._replace(**chosen)
 
 
 def evaluate(
@@ -138,7 +138,7 @@ def text_of_model(translator: Translator, arguments: argparse.Namespace) -> Eval
 def translations(translator: Translator, text: EvaluationText, options: SearchOptions) -> list[str]:
     """Return the translations of a text, and print warnings about its sentences."""
     prefixes = translator.prefixes
-    if unknown := [one for one in dict.fromkeys(text.prefixes) if one not in (None, *prefixes.symbols)]:
+    if unknown := [one for one in dict.fromkeys(text.prefixes) if one is not None and one not in prefixes.symbols]:
         print(f"{translator.name}: sources are without {' '.join(unknown)}, which it does not know", file=sys.stderr)
     sources = text.sources_for(prefixes)
     with progress_bar("translating", len(sources)) as bar:
@@ -175,20 +175,18 @@ def judges_of(
 def print_scores(scored: Scored) -> PlainValues:
     """Print a line for each score of a text, and return the scores."""
     (hypotheses, *others), (references, *more) = scored.translations, scored.references
-    options: PlainValues = {"tokenizer": scored.tokenizer, "more": more, "requested": scored.requested}
-    figures = score(hypotheses, references, **options)
+    options: PlainValues = {"more": more, "requested": scored.requested, "other": next(iter(others), None)}
+    figures, versus = score(hypotheses, references, scored.tokenizer, **options)
     if scored.language is not None:
         figures |= paper_score(hypotheses, references, scored.language)
-    difference: PlainValues = {}
     if scored.scores:
         mean, difference = mean_score(*scored.scores)
-        figures |= mean
+        figures, versus = figures | mean, versus | difference
     for name in [name for name in figures if f"{name}_interval" in figures]:
         low, high = figures[f"{name}_interval"]
         print(f"{name:20} {figures[name]:6.2f}  [{low:.2f}, {high:.2f}]  {figures[f'{name}_signature']}")
-    for other in others:
-        compared = compare(hypotheses, other, references, **options) | difference
-        figures["versus"] = {"checkpoint": scored.names[1], **compared}
+    if others:
+        figures["versus"] = {"checkpoint": scored.names[1], **versus}
         print_comparison(figures["versus"])
     return {**figures, "sentences": len(references)}
 

@@ -227,16 +227,34 @@ def score(
     *,
     more: Sequence[list[str]] = (),
     requested: Iterable[str] = (),
-) -> PlainValues:
-    """Return the metrics' scores and `bleu_lowercase`.
+    other: list[str] | None = None,
+) -> tuple[PlainValues, PlainValues]:
+    """Return the metrics' scores with `bleu_lowercase`, and their comparison with another system's translations.
 
     Each metric has its score, its 95 % bootstrap interval as `<name>_interval` and its signature as `<name>_signature`.
-    `more` has further references of all sentences; see `metrics_on` for `tokenizer` and `requested`.
+    The comparison, by paired bootstrap resampling (Koehn, 2004), has: the score of `other` as `<name>`;
+    `<name>_difference`, positive where `hypotheses` score higher; `<name>_p_value`; and `<name>_difference_is_real`,
+    whether the p-value is less than `SIGNIFICANT`. It is empty without `other`.
+
+    `more` has further references of all sentences; metrics for one reference are then left out. See `metrics_on` for
+    `tokenizer` and `requested`.
     """
-    scores: PlainValues = {}
-    for name, metric in _usable(tokenizer, requested, more).items():
-        scores |= _with_interval(name, metric, hypotheses, [references, *more])
-    return scores
+    figures: PlainValues = {}
+    comparison: PlainValues = {}
+    lowercase = Bleu(lowercase=True, tokenize=tokenizer)
+    metrics = {
+        "bleu": METRICS["bleu"],
+        "bleu_lowercase": lowercase,
+        **metrics_on(tokenizer, requested),
+    }  # in this order
+    for name in of_one_reference(requested) if more else []:
+        del metrics[name]
+    for name, metric in metrics.items():
+        this = _statistics(metric, hypotheses, [references, *more])
+        figures |= _with_interval(name, metric, this, 1 + len(more))
+        if other is not None:
+            comparison |= _compared(name, metric, this, _statistics(metric, other, [references, *more]))
+    return figures, comparison
 
 
 def of_one_reference(requested: Iterable[str] = ()) -> list[str]:
@@ -270,8 +288,8 @@ def paper_score(hypotheses: list[str], references: list[str], language: str) -> 
 
     hypotheses, references = tokenized(hypotheses), tokenized(references)
     bleu, lowercase = (Bleu(tokenize="none", smooth_method="none", lowercase=lower) for lower in (False, True))
-    scores = _with_interval("bleu_paper", bleu, split(hypotheses), [split(references)])
-    scores |= _with_interval("bleu_moses_lowercase", lowercase, hypotheses, [references])
+    scores = _with_interval("bleu_paper", bleu, _statistics(bleu, split(hypotheses), [split(references)]))
+    scores |= _with_interval("bleu_moses_lowercase", lowercase, _statistics(lowercase, hypotheses, [references]))
     moses = f"|moses:{language}|sacremoses:{sacremoses.__version__}"
     scores["bleu_paper_signature"] += f"{moses}|compounds:split"
     scores["bleu_moses_lowercase_signature"] += f"{moses}|compounds:whole"
@@ -297,36 +315,6 @@ def require_moses_language(language: str) -> None:
             f"--paper: Moses' tokens are not made for corpus.target_language {language}, only for "
             f"{' '.join(MOSES_LANGUAGES)}; omit it"
         )
-
-
-def compare(
-    hypotheses: list[str],
-    others: list[str],
-    references: list[str],
-    tokenizer: str = DEFAULT,
-    *,
-    more: Sequence[list[str]] = (),
-    requested: Iterable[str] = (),
-) -> PlainValues:
-    """Compare two systems' translations of the same text by paired bootstrap resampling (Koehn, 2004).
-
-    Returns, for each metric: the score of `others` as `<name>`; `<name>_difference`, positive where `hypotheses` score
-    higher; `<name>_p_value`; and `<name>_difference_is_real`, whether the p-value is less than `SIGNIFICANT`. See
-    `score` for the arguments.
-    """
-    figures: PlainValues = {}
-    for name, metric in _usable(tokenizer, requested, more).items():
-        this, other = (_statistics(metric, lines, [references, *more]) for lines in (hypotheses, others))
-        figures |= _compared(name, metric, this, other)
-    return figures
-
-
-def _usable(tokenizer: str, requested: Iterable[str], more: Sequence[list[str]]) -> dict[str, Metric]:
-    """Return the metrics that can be computed with these further references, and `bleu_lowercase` behind `bleu`."""
-    left_out = of_one_reference(requested) if more else []
-    chosen = {name: metric for name, metric in metrics_on(tokenizer, requested).items() if name not in left_out}
-    lowercase = Bleu(lowercase=True, tokenize=tokenizer)
-    return {"bleu": chosen["bleu"], "bleu_lowercase": lowercase, **chosen}
 
 
 def _compared(name: str, metric: "Metric | _Mean", this: NDArray[np.number], other: NDArray[np.number]) -> PlainValues:
@@ -356,7 +344,7 @@ class _Mean:
 
 
 def mean_score(scores: list[float], other: list[float] | None = None) -> tuple[PlainValues, PlainValues]:
-    """Return the mean of sentences' scores with its interval, as `score` does, and the comparison of `compare`.
+    """Return the mean of sentences' scores with its interval, and the comparison, as `score` does.
 
     Args:
         scores: a number for each sentence; a higher one is better.
@@ -416,12 +404,14 @@ def _total_score(metric: Metric | _Mean, sentence_statistics: NDArray[np.number]
     return float(metric.score(sentence_statistics.sum(0).tolist()))
 
 
-def _with_interval(name: str, metric: Metric, hypotheses: list[str], references: Sequence[list[str]]) -> PlainValues:
-    figures = _interval(name, metric, _statistics(metric, hypotheses, references))
-    signature = re.sub(r"^nrefs:\d+", f"nrefs:{len(references)}", metric.signature())
+def _with_interval(
+    name: str, metric: Metric, sentence_statistics: NDArray[np.int64], num_references: int = 1
+) -> PlainValues:
+    """Return the score of sentences, its interval and its signature."""
+    signature = re.sub(r"^nrefs:\d+", f"nrefs:{num_references}", metric.signature())
     # The bootstrap's settings follow the number of references, as in sacreBLEU's.
     signature = re.sub(r"^(nrefs:\d+\|)?", rf"\g<1>bs:{RESAMPLES}|seed:{SEED}|", signature, count=1)
-    return figures | {f"{name}_signature": signature}
+    return _interval(name, metric, sentence_statistics) | {f"{name}_signature": signature}
 
 
 def _interval(name: str, metric: Metric | _Mean, sentence_statistics: NDArray[np.number]) -> PlainValues:

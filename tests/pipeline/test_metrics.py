@@ -17,7 +17,6 @@ from data_module.errors import InputError
 from pipeline.inference import metrics
 from pipeline.inference.metrics import (
     METRICS,
-    compare,
     corpus_score,
     mean_score,
     mode_of,
@@ -53,13 +52,13 @@ def test_paper_bleu_by_hand() -> None:
 def test_only_the_papers_bleu_is_not_smoothed() -> None:
     """No 3-gram matches."""
     texts = ["Zwei Hunde liegen heute still."], ["Zwei Hunde laufen heute schnell."]
-    assert score(*texts)["bleu"] == pytest.approx(sacrebleu.corpus_bleu(texts[0], [texts[1]]).score, abs=1e-4)
+    assert score(*texts)[0]["bleu"] == pytest.approx(sacrebleu.corpus_bleu(texts[0], [texts[1]]).score, abs=1e-4)
     figures = paper_score(*texts, "de")
-    assert score(*texts)["bleu"] > figures["bleu_paper"] == figures["bleu_moses_lowercase"] == 0
+    assert score(*texts)[0]["bleu"] > figures["bleu_paper"] == figures["bleu_moses_lowercase"] == 0
 
 
 def test_bleu_is_case_sensitive_and_bleu_lowercase_is_not() -> None:
-    figures = score([REFERENCES[1].upper()], [REFERENCES[1]])
+    figures, _ = score([REFERENCES[1].upper()], [REFERENCES[1]])
     assert figures["bleu"] < 50
     assert figures["bleu_lowercase"] == pytest.approx(100)
 
@@ -85,6 +84,10 @@ def test_without_sacremoses_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "sacremoses", None)
     with pytest.raises(InputError, match=r"\.\[paper-score\]"):
         paper_score(REFERENCES, REFERENCES, "de")
+
+
+def compare(hypotheses: list[str], others: list[str], references: list[str]) -> dict[str, Any]:
+    return score(hypotheses, references, other=others)[1]
 
 
 def test_a_real_difference_and_one_by_chance() -> None:
@@ -183,19 +186,19 @@ def test_references_may_be_in_lower_case_where_the_translations_are() -> None:
 
 def test_exact_match_ignores_white_space() -> None:
     hypotheses = ["a b", " a  b ", "a B", "a", ""]
-    assert score(hypotheses, ["a b"] * 5)["exact_match"] == pytest.approx(40)
+    assert score(hypotheses, ["a b"] * 5)[0]["exact_match"] == pytest.approx(40)
 
 
 def test_intervals_where_some_draws_match_nothing() -> None:
     """As for a poor translation of few lines."""
-    figures = score(["zwei Hunde laufen schnell", "x y z", "x y"], ["zwei Hunde laufen schnell", "a b c", "a b"])
+    figures, _ = score(["zwei Hunde laufen schnell", "x y z", "x y"], ["zwei Hunde laufen schnell", "a b c", "a b"])
     low, high = figures["bleu_interval"]
     assert low < 1
     assert high > figures["bleu"] > 1
 
 
 def test_intervals_do_not_leave_the_scale() -> None:
-    low, high = score(["a b"] * 99 + ["b a"], ["a b"] * 100)["exact_match_interval"]
+    low, high = score(["a b"] * 99 + ["b a"], ["a b"] * 100)[0]["exact_match_interval"]
     assert 95 < low < 99 < high <= 100
 
 
@@ -208,7 +211,7 @@ def test_scores_intervals_and_signatures_are_sacrebleus() -> None:
     )
     hypotheses[:9], second[9:15], hypotheses[15] = first[:9], hypotheses[9:15], ""
     for references in ([first], [first, second]):
-        figures = score(hypotheses, references[0], more=references[1:], requested=["ter", "chrf2++"])
+        figures, _ = score(hypotheses, references[0], more=references[1:], requested=["ter", "chrf2++"])
         for name, theirs in (
             ("bleu", sacrebleu.BLEU()),
             ("bleu_lowercase", sacrebleu.BLEU(lowercase=True)),
@@ -284,7 +287,7 @@ class Lines:
 def test_a_registered_metric_is_scored_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METRICS, "line_length", Lines())
     references, good, bad = ["a b", "c d"] * 20, ["a x", "c y"] * 20, ["a x", "c"] * 20
-    figures = score(bad, references)
+    figures, _ = score(bad, references)
     assert figures["line_length"] == 50
     low, high = figures["line_length_interval"]
     assert low < 50 < high
