@@ -27,16 +27,14 @@ def write_average(run: Path, option: str, count: int, output: Path) -> None:
 
     Raises InputError when there are fewer checkpoints, or no validation scores.
     """
-    averaged = average_last(run, count) if option == "last" else average_best(run, count)
+    if option == "best":
+        averaged = average_best(run, count)
+    else:
+        paths = [path for path in step_checkpoints(run) if is_valid(path)]
+        require_enough(run, "--last", count, len(paths))
+        averaged = average(paths[-count:])
     write_atomic(averaged, output)
     print(f"averaged {', '.join(averaged['averaged'])}", file=sys.stderr)
-
-
-def average_last(run: Path, count: int) -> PlainValues:
-    """Return the average of the newest checkpoints."""
-    paths = [path for path in step_checkpoints(run) if is_valid(path)]
-    require_enough(run, "--last", count, len(paths))
-    return average(paths[-count:])
 
 
 def average_best(run: Path, count: int) -> PlainValues:

@@ -98,7 +98,8 @@ class Plan:
         Raises:
             InputError: an existing recipe differs.
         """
-        texts = {path: recipe_text(recipe) for path, recipe in self.recipes.items()}
+        style: PlainValues = {"sort_keys": False, "allow_unicode": True, "width": 120}
+        texts = {path: yaml.safe_dump(own_values(recipe), **style) for path, recipe in self.recipes.items()}
         for path, text in texts.items():
             if path.exists() and path.read_bytes() != text.encode():
                 raise InputError(f"{path}: has changed since the plan was made; remove {self.folder} to start over")
@@ -385,11 +386,6 @@ def averaged(recipe: Recipe) -> tuple[str, int]:
         steps = min(steps, interval * (patience + 1))
     every = recipe.run.checkpoint_every_steps or steps
     return option, max(1, min(recipe.run.keep_last, steps // every))
-
-
-def recipe_text(recipe: Recipe) -> str:
-    """Return a recipe as YAML, without the keys that have their defaults."""
-    return yaml.safe_dump(own_values(recipe), sort_keys=False, allow_unicode=True, width=120)
 
 
 def own_values(settings: object) -> Any:

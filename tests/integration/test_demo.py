@@ -44,7 +44,7 @@ time.sleep(600)
 
 def test_ctrl_c_waits_for_the_command_to_save(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    run_stage = f"d.Demo().stage('fit', ['-c', {SLOW_SAVE!r}])"
+    run_stage = f"d.run_stage('fit', ['-c', {SLOW_SAVE!r}])"
     code = f"import pathlib, pipeline.commands.demo as d; {run_stage}"
     running = subprocess.Popen(
         [sys.executable, "-c", code],
