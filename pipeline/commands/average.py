@@ -26,10 +26,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the averaged checkpoint and print its path."""
     option = "last" if arguments.best is None else "best"
     count: int = getattr(arguments, option)
-    if arguments.run.is_file():
-        raise InputError(f"{arguments.run}: is a file; give the run folder")
     if not arguments.run.is_dir():
-        raise InputError(f"{arguments.run}: there is no such run folder; give the folder that fit wrote")
+        raise InputError(f"{arguments.run}: is no run folder; give the folder that fit wrote")
     if count < 1:
         raise InputError(f"--{option} {count} is not 1 or more")
     output = arguments.output or arguments.run / f"average-{option}-{count}.ckpt"

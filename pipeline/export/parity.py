@@ -65,7 +65,7 @@ def parity_text(model: TrainedModel, source: Path | None, reference: Path | None
     Raises:
         InputError: the text cannot be read, is empty, or is missing.
     """
-    best_by = model.recipe["run"].get("best_by", "bleu")
+    best_by = model.recipe["run"]["best_by"]
     metric = best_by if best_by in METRICS else "bleu"  # One from outside may not be registered here.
     if source is not None:
         sources, references = (read_sentences(source), None) if reference is None else paired_texts(source, reference)

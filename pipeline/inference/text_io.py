@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sized
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import zip_longest
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NamedTuple, NoReturn
+from typing import IO, NamedTuple
 
 from data_module.errors import InputError
 from data_module.files import atomic_file, naming_full_disk, replace_error
@@ -15,16 +15,8 @@ from data_module.tokenization.tokenizer import SPACE_MARK, is_blank
 from pipeline.inference.options import Prefixes
 from pipeline.runtime.console import print_above_bars
 
-if TYPE_CHECKING:
-    from tqdm import tqdm
-
 CHUNK = 2048
 """Number of lines translated together: enough to sort them by length, few enough to keep memory flat."""
-
-
-def show_token_rate(bar: "tqdm[NoReturn]", num_tokens: int) -> None:
-    """Show the mean number of tokens per second since the bar was created, the next time the bar is drawn."""
-    bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):,.0f} tokens/s", refresh=False)
 
 
 class Defects(NamedTuple):

@@ -18,7 +18,7 @@ from model.settings import SHORTEST, DecodingSettings
 from model.transformer import Transformer
 from pipeline.inference.options import BY_RECIPE, Prefixes, SearchOptions
 from pipeline.inference.pieces import encode_sources, encode_target_prefixes
-from pipeline.inference.text_io import Defects, show_token_rate
+from pipeline.inference.text_io import Defects
 
 
 def length_batches(
@@ -100,7 +100,7 @@ class Translator:
         tokenizer: Tokenizer,
         settings: DecodingSettings,
         *,
-        device: torch.device | str | None = None,
+        device: str = "cpu",
         name: str = "",
         recipe: PlainValues | None = None,
     ) -> None:
@@ -108,18 +108,15 @@ class Translator:
 
         Args:
             network: a Transformer, its `CompiledSearch`, or an exported `BeamSearch`.
-            device: device to search on; None for the device of the network. A `CompiledSearch` is on the CPU.
+            device: device to search on. A `CompiledSearch` is on the CPU.
             recipe: the recipe that the network was trained with, if it is known; it names the prefixes.
         """
         # Any: a loaded TorchScript module has the methods of BeamSearch but not its type.
         search: Any = network
         if isinstance(network, Transformer):
             search = BeamSearch(network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
-        self.device = torch.device("cpu")
-        if isinstance(search, torch.nn.Module):
-            search = search.eval() if device is None else search.eval().to(device)
-            self.device = next(search.parameters()).device
-        self.search = search
+        self.search = search.eval().to(device) if isinstance(search, torch.nn.Module) else search
+        self.device = torch.device(device)
         self.name, self.recipe = name, recipe or {}
         self.prefixes = Prefixes.of_corpus(recipe["corpus"]) if recipe else Prefixes()
         self.tokenizer, self.settings = tokenizer, settings
@@ -205,7 +202,8 @@ class Translator:
                 bar.update(done + len(batch) - bar.n)
                 first += len(batch)
                 num_tokens += sum(translation.hypotheses[0].num_tokens for translation in translations)
-                show_token_rate(bar, num_tokens)
+                rate = num_tokens / max(bar.format_dict["elapsed"], 1e-9)
+                bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
                 yield from translations
 
     def _search(

@@ -238,7 +238,7 @@ def refused(run: Path, count: int, *arguments: object) -> str:
 def test_mistakes_are_reported_in_one_line(run: Path) -> None:
     log_scores(run, {10 * EVERY: 1.0})
     assert refused(run, 0) == "error: --best 0 is not 1 or more"
-    assert "is a file; give the run folder" in refused(step_checkpoints(run)[0], 1)
+    assert "is no run folder" in refused(step_checkpoints(run)[0], 1)
     os.mkfifo(run / "pipe")
     for output in (run, run / "pipe"):
         assert "is a folder or a device; give a file as --output" in refused(run, 1, "--output", output)

@@ -146,7 +146,7 @@ def test_average_of_more_checkpoints_than_exist_is_refused(finished_run: Path, t
 
     assert "has 3 valid checkpoints, --last is 9; give --last 3 or less" in refused(finished_run, 9)
     assert "holds no checkpoint; give a run folder" in refused(finished_run / "checkpoints", 3)
-    assert "there is no such run folder" in refused(finished_run / "none", 3)
+    assert "is no run folder" in refused(finished_run / "none", 3)
     assert refused(finished_run, 0) == "error: --last 0 is not 1 or more"
     run = Path(shutil.copytree(finished_run, tmp_path / "run"))
     for number, word in ((2, "2 valid checkpoints"), (1, "1 valid checkpoint")):
