@@ -1,9 +1,11 @@
 """Errors caused by the user, reported in one line, and the commands that such lines name."""
 
+import importlib
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 IN_CLONE = (Path(__file__).resolve().parent.parent / "constraints.txt").is_file()
 """Whether the program runs from a clone, not from an installed wheel."""
@@ -50,3 +52,12 @@ def install(extra: str) -> str:
         f"'{package.strip()}'" for package, _, when in needs if re.search(rf"""extra == ["']{extra}["']""", when)
     ]
     return f"{sys.executable} -m pip install {' '.join(packages)}"
+
+
+def require_package(name: str, extra: str) -> ModuleType:
+    """Return a package of one of pyproject.toml's extras; raise InputError if it is not installed."""
+    try:
+        # By name, because type checking some of the packages takes minutes.
+        return importlib.import_module(name)
+    except ImportError:
+        raise InputError(f"{name} is not installed; run: {install(extra)}") from None

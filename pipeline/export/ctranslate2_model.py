@@ -12,9 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from data_module.errors import require_package
 from data_module.tokenization.tokenizer import Tokenizer
 from model.transformer import Transformer, sinusoidal_table
-from pipeline.export.support import lacking_layers, refuse, require_package
+from pipeline.export.support import lacking_layers, refuse
 
 NUM_POSITIONS = 2048
 """Number of sinusoidal positions in a model; CTranslate2 refuses longer sentences and translations."""

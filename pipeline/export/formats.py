@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from data_module.errors import InputError
+from data_module.errors import InputError, require_package
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from model.fast.compiled_search import CompiledSearch
@@ -22,7 +22,6 @@ from pipeline.export.ctranslate2_model import require_ctranslate2, write_ctransl
 from pipeline.export.exported_program import ExportedSearch, require_exported_program, write_exported_program
 from pipeline.export.huggingface_model import require_marian, require_transformers, write_huggingface
 from pipeline.export.onnx_model import load_onnx, require_onnx, write_onnx
-from pipeline.export.support import require_package
 from pipeline.inference.loading import load_torchscript
 from pipeline.inference.scoring import score_pairs
 from pipeline.inference.translator import BATCH_TOKENS, LONGEST, length_batches, padded

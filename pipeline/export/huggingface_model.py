@@ -17,13 +17,14 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
+from data_module.errors import require_package
 from data_module.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.tokenization.training import standalone_model
 from model.layers import ACTIVATIONS
 from model.settings import DecodingSettings
 from model.transformer import Transformer
-from pipeline.export.support import lacking_layers, refuse, require_package
+from pipeline.export.support import lacking_layers, refuse
 from pipeline.inference.translator import LONGEST
 
 

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data_module.errors import InputError
+from data_module.errors import InputError, require_package
 from model.transformer import PaddedTransformer, Transformer
 from pipeline.export.exported_program import quiet, with_computed_positions
-from pipeline.export.support import require_package
 
 INPUTS = {
     "encode": ["source", "source_mask"],

@@ -1,21 +1,10 @@
-"""Checks whether another program can run a model: its package is installed, and it knows the network's parts."""
+"""Checks whether another program knows the parts of a network."""
 
-import importlib
 from collections.abc import Iterable
-from types import ModuleType
 
-from data_module.errors import InputError, install
+from data_module.errors import InputError
 from model.fast.compiled_search import unsupported
 from model.settings import NetworkSettings
-
-
-def require_package(name: str, extra: str) -> ModuleType:
-    """Return a package of one of pyproject.toml's extras; raise InputError if it is not installed."""
-    try:
-        # By name, because type checking some of the packages takes minutes.
-        return importlib.import_module(name)
-    except ImportError:
-        raise InputError(f"{name} is not installed; run: {install(extra)}") from None
 
 
 def refuse(program: str, lacking: Iterable[str]) -> None:

@@ -5,7 +5,7 @@ import json
 import sys
 from typing import NamedTuple
 
-from data_module.errors import InputError
+from data_module.errors import InputError, require_package
 from data_module.files import PlainValues
 from data_module.text_files import progress_bar
 from pipeline.inference.bleu_tokenizer import spacing_warning, tokenizer_of
@@ -18,13 +18,13 @@ from pipeline.inference.evaluation_text import (
 )
 from pipeline.inference.loading import load_translator
 from pipeline.inference.metrics import (
+    SACREMOSES,
     are_characters,
     mean_score,
     of_one_reference,
     paper_score,
     reference_warnings,
     require_moses_language,
-    require_sacremoses,
     score,
 )
 from pipeline.inference.options import SearchOptions
@@ -79,7 +79,7 @@ def evaluate(
     if arguments.test_set is not None:
         require_test_set(arguments.test_set)
     if arguments.paper:
-        require_sacremoses()
+        require_package(*SACREMOSES)
     checkpoints = [arguments.checkpoint, *([arguments.versus] if arguments.versus else [])]
     translators = [load_translator(path) for path in checkpoints]
     translators[0].prefixes.check(arguments.prefix)

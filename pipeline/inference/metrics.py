@@ -6,14 +6,13 @@
 import re
 import statistics
 from collections.abc import Iterable, Sequence
-from types import ModuleType
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import sacrebleu
 from numpy.typing import NDArray
 
-from data_module.errors import InputError, install
+from data_module.errors import InputError, require_package
 from data_module.files import PlainValues
 from data_module.registry import Registry
 from data_module.tokenization.tokenizer import is_composed, is_decomposed
@@ -24,6 +23,8 @@ from pipeline.inference.bleu_tokenizer import DEFAULT, language_code
 RESAMPLES, SEED = 1000, 12345
 """Number of bootstrap resamples and seed of their generator: sacreBLEU's defaults, which give its intervals."""
 SIGNIFICANT = 0.05
+SACREMOSES = ("sacremoses", "paper-score")
+"""The package that `paper_score` needs, and its extra."""
 MOSES_LANGUAGES = (
     *("ca", "cs", "de", "el", "en", "es", "et", "fi", "fr", "ga", "hu", "is", "it"),
     *("lt", "lv", "nl", "pl", "pt", "ro", "ru", "sk", "sl", "sv"),
@@ -274,7 +275,7 @@ def paper_score(hypotheses: list[str], references: list[str], language: str) -> 
     Raises:
         InputError: sacremoses is not installed.
     """
-    sacremoses = require_sacremoses()
+    sacremoses = require_package(*SACREMOSES)
     language = language_code(language)
     tokenizer = sacremoses.MosesTokenizer(language)
     punctuation = sacremoses.MosesPunctNormalizer(language)
@@ -294,15 +295,6 @@ def paper_score(hypotheses: list[str], references: list[str], language: str) -> 
     scores["bleu_paper_signature"] += f"{moses}|compounds:split"
     scores["bleu_moses_lowercase_signature"] += f"{moses}|compounds:whole"
     return scores
-
-
-def require_sacremoses() -> ModuleType:
-    """Return the package `sacremoses`; raise InputError if it is not installed."""
-    try:
-        import sacremoses  # an extra package
-    except ImportError:
-        raise InputError(f"--paper: sacremoses is not installed; run: {install('paper-score')}") from None
-    return sacremoses
 
 
 def require_moses_language(language: str) -> None:
