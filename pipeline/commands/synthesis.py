@@ -98,8 +98,10 @@ class Plan:
         Raises:
             InputError: an existing recipe differs.
         """
-        style: PlainValues = {"sort_keys": False, "allow_unicode": True, "width": 120}
-        texts = {path: yaml.safe_dump(own_values(recipe), **style) for path, recipe in self.recipes.items()}
+        texts = {
+            path: yaml.safe_dump(own_values(recipe), sort_keys=False, allow_unicode=True, width=120)
+            for path, recipe in self.recipes.items()
+        }
         for path, text in texts.items():
             if path.exists() and path.read_bytes() != text.encode():
                 raise InputError(f"{path}: has changed since the plan was made; remove {self.folder} to start over")

@@ -115,7 +115,9 @@ class Translator:
         search: Any = network
         if isinstance(network, Transformer):
             search = BeamSearch(network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
-        self.search = search.eval().to(device) if isinstance(search, torch.nn.Module) else search
+        if isinstance(search, torch.nn.Module):
+            search.eval().to(device)
+        self.search: Any = search
         self.device = torch.device(device)
         self.name, self.recipe = name, recipe or {}
         self.prefixes = Prefixes.of_corpus(recipe["corpus"]) if recipe else Prefixes()
