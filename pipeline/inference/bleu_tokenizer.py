@@ -66,11 +66,7 @@ def choose_tokenizer(requested: str | None, language: str, began: str | None = N
 
 
 def tokenizer_of(recipe: PlainValues) -> str:
-    """Return BLEU's tokenizer according to the recipe of a checkpoint, and print a note about it if there is one.
-
-    Raises:
-        InputError: see `choose_tokenizer`.
-    """
+    """Return BLEU's tokenizer by the recipe of a checkpoint, and print the note; see `choose_tokenizer`."""
     tokenizer, note = choose_tokenizer(recipe["run"]["bleu_tokenizer"], recipe["corpus"]["target_language"])
     if note:
         print(note, file=sys.stderr)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from data_module.corpus.pairs import fingerprint
 from data_module.errors import InputError
-from data_module.files import FileLock, PlainValues, atomic_file, remove_temporary_files
+from data_module.files import FileLock, PlainValues, atomic_file, json_object, remove_temporary_files
 from data_module.text_files import num_lines, open_file
 from pipeline.inference.text_io import CHUNK, sentences
 from pipeline.runtime.launch import clear_failure_count
@@ -91,10 +91,8 @@ class Shards:
             if not path.exists():
                 with atomic_file(path) as file:
                     file.write(json.dumps(wanted, indent=1).encode())
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            raise InputError(f"{path}: is damaged; remove {self._folder} to start over") from None
+        if (found := json_object(path.read_bytes())) is None:
+            raise InputError(f"{path}: is damaged; remove {self._folder} to start over")
         names = [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
         if names:
             raise InputError(

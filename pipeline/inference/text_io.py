@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterable, Iterator, Sized
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -217,18 +217,16 @@ def _lists(lines: Iterable[str], path: Path) -> Iterator[list[str]]:
         yield translations
 
 
-def output_file(path: Path) -> AbstractContextManager[IO[bytes]]:
+@contextmanager
+def output_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a file that is written as a whole, or in place if that is not possible, as for a pipe."""
     # Tested before links are resolved: for a pipe, /dev/fd has a link whose target is no file.
     if (path.exists() and not path.is_file()) or replace_error(path.resolve()):
-        return _in_place(path)
-    return atomic_file(path.resolve())
-
-
-@contextmanager
-def _in_place(path: Path) -> Iterator[IO[bytes]]:
-    with naming_full_disk(path), path.open("wb") as file:
-        yield file
+        with naming_full_disk(path), path.open("wb") as file:
+            yield file
+    else:
+        with atomic_file(path.resolve()) as file:
+            yield file
 
 
 def require_writable(output: Path | None, *inputs: Path | None, option: str = "--output") -> None:
@@ -237,11 +235,13 @@ def require_writable(output: Path | None, *inputs: Path | None, option: str = "-
     Raises:
         InputError: the file cannot be written, or is one of the inputs.
     """
-    if output and any(path and path.is_file() and output.exists() and path.samefile(output) for path in inputs):
+    if output is None:
+        return
+    if output.exists() and any(path and path.is_file() and path.samefile(output) for path in inputs):
         raise InputError(f"{output}: is the text to score, and would be overwritten; give another {option}")
-    if output and not output.parent.is_dir():
+    if not output.parent.is_dir():
         raise InputError(f"{output}: its folder does not exist; create it or give another {option}")
-    if output and output.is_dir():
+    if output.is_dir():
         raise InputError(f"{output}: is a folder; give a file as {option}")
-    if output and not os.access(output if output.exists() else output.parent, os.W_OK):
+    if not os.access(output if output.exists() else output.parent, os.W_OK):
         raise InputError(f"{output}: cannot be written; change its permissions or give another {option}")
