@@ -16,7 +16,7 @@ import argparse
 import importlib
 import logging
 import threading
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from data_module.errors import PROGRAM, InputError
 from data_module.files import disk_full_error
@@ -31,30 +31,21 @@ from pipeline.runtime.console import (
 )
 from pipeline.runtime.launch import report_mistake_to_script
 
-
-class Command(NamedTuple):
-    """An entry of the table of commands."""
-
-    purpose: str
-    """One line for the usage."""
-    module: str
-    """Name of a module with `add_arguments(parser)` and `run(arguments)`, which returns the exit code."""
-
-
 COMMANDS = {
-    "prepare": Command("raw parallel text -> corpus folder", "pipeline.commands.prepare"),
-    "fit": Command("corpus folder -> run folder; resumes when run again", "pipeline.commands.fit"),
-    "average": Command("last or best checkpoints of a run -> one averaged checkpoint", "pipeline.commands.average"),
-    "translate": Command("sentences -> translations", "pipeline.commands.translate"),
-    "score": Command("source text and translations -> log-probabilities", "pipeline.commands.score"),
-    "evaluate": Command("source and reference text -> BLEU and chrF with signatures", "pipeline.commands.evaluate"),
-    "synthesize": Command("text of one language -> a better model, in stages", "pipeline.commands.synthesize"),
-    "export": Command("checkpoint -> bundle that runs without this program", "pipeline.commands.export"),
-    "benchmark": Command("speed and memory of training and of translating", "pipeline.commands.benchmark"),
-    "recipe": Command("list the recipes that come with the program, copy one, print paths", "pipeline.commands.recipe"),
-    "demo": Command("prepare to export on a generated corpus, in minutes", "pipeline.commands.demo"),
-    "doctor": Command("check the machine, the job and a recipe before running", "pipeline.commands.doctor"),
+    "prepare": "raw parallel text -> corpus folder",
+    "fit": "corpus folder -> run folder; resumes when run again",
+    "average": "last or best checkpoints of a run -> one averaged checkpoint",
+    "translate": "sentences -> translations",
+    "score": "source text and translations -> log-probabilities",
+    "evaluate": "source and reference text -> BLEU and chrF with signatures",
+    "synthesize": "text of one language -> a better model, in stages",
+    "export": "checkpoint -> bundle that runs without this program",
+    "benchmark": "speed and memory of training and of translating",
+    "recipe": "list the recipes that come with the program, copy one, print paths",
+    "demo": "prepare to export on a generated corpus, in minutes",
+    "doctor": "check the machine, the job and a recipe before running",
 }
+"""What each command does, in one line. Its file has `add_arguments(parser)` and `run(arguments)`, the exit code."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -95,7 +86,7 @@ def parse(command: str, words: list[str]) -> tuple[ModuleType, argparse.Namespac
     """
     if command not in COMMANDS:
         raise InputError(f"'{command}' is not a command; the commands are: {', '.join(COMMANDS)}")
-    module = importlib.import_module(COMMANDS[command].module)
+    module = importlib.import_module(f"pipeline.commands.{command}")
     parser = OneLineParser(
         prog=f"{PROGRAM} {command}",
         description=module.__doc__,
@@ -119,8 +110,8 @@ def main(arguments: list[str] | None = None) -> int:
         arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(f"usage: {PROGRAM} <command> [--help]\n")
-        for name, command in COMMANDS.items():
-            print(f"  {name:10} {command.purpose}")
+        for name, purpose in COMMANDS.items():
+            print(f"  {name:10} {purpose}")
         return 0
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("data_module").setLevel(logging.INFO)

@@ -66,23 +66,18 @@ def add_decode_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the chosen kind of benchmark and print its figures."""
-    print_figures(_train(arguments) if arguments.kind == "train" else _decode(arguments))
+    if arguments.kind == "train":
+        recipe = checked_recipe(arguments)
+        quiet_profiler()
+        from pipeline.benchmark import train  # imports PyTorch
+
+        print_figures(train.measure(train.prepare(recipe), arguments.steps))
+    else:
+        sentences = checked_sentences(arguments)
+        from pipeline.benchmark import decode  # imports PyTorch
+
+        print_figures(decode.run(arguments.checkpoint, SearchOptions.given(arguments), sentences))
     return 0
-
-
-def _train(arguments: argparse.Namespace) -> PlainValues:
-    recipe = checked_recipe(arguments)
-    quiet_profiler()
-    from pipeline.benchmark import train  # imports PyTorch
-
-    return train.measure(train.prepare(recipe), arguments.steps)
-
-
-def _decode(arguments: argparse.Namespace) -> PlainValues:
-    sentences = checked_sentences(arguments)
-    from pipeline.benchmark import decode  # imports PyTorch
-
-    return decode.run(arguments.checkpoint, SearchOptions.given(arguments), sentences)
 
 
 def checked_recipe(arguments: argparse.Namespace) -> Recipe:
