@@ -99,13 +99,7 @@ class Attention(nn.Module):
     def attend_rows(self, inputs: list[Tensor], segments: Segments) -> Tensor:
         """Compute attention over packed rows: by the backend's kernel, or else by `attend` over padded groups.
 
-        Args:
-            inputs: queries, keys and values [R, H * (2 K + V)]; or queries [M, H * K] and keys and values
-                [R, H * (K + V)].
-            segments: which tokens attend to which.
-
-        Returns:
-            [R or M, H * V].
+        Inputs and result are those of `packed_attention.flash_attention`.
         """
         if segments.kernel is None:
             return attend_in_groups(self.attend, inputs, segments, self.num_heads, self.d_k)

@@ -54,16 +54,6 @@ class Backend:
     notes: tuple[str, ...] = ()
     """Why something slower was chosen than the device could run."""
 
-    @property
-    def constant_rows(self) -> bool:
-        """Whether all rows should have one length."""
-        return self.attention.constant_rows
-
-    @property
-    def scales_loss(self) -> bool:
-        """Whether the loss is scaled, so that small gradients do not underflow."""
-        return self.precision == "16-mixed"
-
     def summary(self) -> dict[str, str]:
         """Return what was chosen, by part, for the run folder."""
         return {

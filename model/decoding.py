@@ -320,13 +320,7 @@ class BeamSearch(nn.Module):
     """
 
     def __init__(self, network: Transformer, bos_id: int, eos_id: int, pad_id: int) -> None:
-        """Initialize the search.
-
-        Args:
-            network: the trained network.
-            bos_id: id of the begin symbol.
-            eos_id: id of the end symbol.
-            pad_id: id of the padding symbol.
+        """Take the network, and the ids of the begin, end and padding symbols.
 
         Raises:
             ValueError: the three ids are not distinct, or one is outside the vocabulary.
@@ -538,12 +532,12 @@ class BeamSearch(nn.Module):
         """Run the decoder for one position and return the most probable continuations of each sentence, best first.
 
         Args:
-            batch: the sentences.
+            batch: the sentences. N is smaller than the beam size in the first steps.
             position: position of the tokens that the step reads.
-            cache: their cache, with room for this step's slots, which are written in place.
+            cache: with room for this step's slots, which are written in place.
             forced: what `_forced` returned.
             draws: float64 [B, 3], random numbers that choose the continuation; None for the most probable ones.
-            options: arguments of the search. N is smaller than the beam size in the first steps.
+            options: arguments of the search.
 
         Returns:
             What `best_continuations` returns.
@@ -569,13 +563,7 @@ class BeamSearch(nn.Module):
         positions: Tensor,
         options: BeamArguments,
     ) -> tuple[Answers, Tensor, Tensor, Tensor]:
-        """Split continuations into answers and open hypotheses, and keep the best of each.
-
-        Args:
-            answers: the best answers before this step.
-            values, parents, last: what `_step` returned.
-            positions: int64 [B], positions of the added tokens.
-            options: arguments of the search.
+        """Split what `_step` returned into answers and open hypotheses, and keep the best of each.
 
         Returns:
             The best answers, then the log-probabilities, parents and tokens [B, N] of the open hypotheses, best first.

@@ -337,11 +337,7 @@ def read_logit_pairs(
     """Compute everything that reads a chunk of logits of two passes, P at even indices and Q at odd ones.
 
     Args:
-        logits: products of states and weights [2 tokens, V].
-        target: int64 [2 tokens, 1].
-        sum_dtype: dtype of the probabilities.
-        epsilon: the label smoothing.
-        with_gradient: compute the last result, which is None otherwise.
+        logits, target, sum_dtype, epsilon, with_gradient: those of `read_logits`, for 2 tokens in place of each.
         alpha: weight of the divergence.
 
     Returns:

@@ -91,12 +91,7 @@ SCHEDULES: Registry[Callable[[TrainingSettings, int, int], Schedule]] = Registry
 
 
 def build_schedule(settings: TrainingSettings, d_model: int, max_steps: int) -> Schedule:
-    """Return the schedule that `settings.schedule` names.
-
-    Args:
-        settings: the recipe's `training:`.
-        d_model: width of the network.
-        max_steps: the recipe's `trainer.max_steps`, the number of the run's last step; -1 if it is not known.
+    """Return the schedule that `settings.schedule` names; `max_steps` is -1 if the run's last step is not known.
 
     Raises:
         ValueError: no schedule of that name is registered.

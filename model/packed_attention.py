@@ -103,12 +103,7 @@ def packed_segments(
 ) -> tuple[Segments, Segments, Segments]:
     """Return the segments of the encoder, of the decoder's self-attention and of its cross-attention.
 
-    The host does not wait for a device: it knows the sizes of the groups.
-
-    Args:
-        batch: a packed micro-batch.
-        dtype: type of queries, keys and values.
-        attention: computes attention; None for plain attention.
+    The host does not wait for a device: it knows the sizes of the groups. `dtype` is that of queries, keys and values.
     """
     attention = attention or PLAIN_ATTENTION
     source, target = batch.source_offsets, batch.target_offsets
@@ -192,15 +187,8 @@ def attend_in_groups(
     Memory grows with the cells of each group, and so with the square of the longest sentence's length and not with that
     times the number of sentences.
 
-    Args:
-        attend: maps queries [B, H, T, K], keys [B, H, S, K], values [B, H, S, V] and a bias to [B, H, T, V].
-        inputs: as for `flash_attention`.
-        segments: which tokens attend to which.
-        num_heads: H.
-        d_k: K.
-
-    Returns:
-        [R, H * V], zero at tokens of no sentence.
+    `attend` maps queries [B, H, T, K], keys [B, H, S, K], values [B, H, S, V] and a bias to [B, H, T, V]. The other
+    arguments and the result are those of `flash_attention`. The result is zero at tokens of no sentence.
     """
     padded, dtype = segments.padded, inputs[0].dtype
     assert padded is not None

@@ -98,11 +98,7 @@ def changed_keys(first: Mapping[str, object], second: Mapping[str, object]) -> l
     """Return the keys in which two networks differ.
 
     If both have the same depths, the keys of depths do not differ: 12 encoder and 2 decoder layers may be written with
-    `num_layers` 12, 6 or 2.
-
-    Args:
-        first: values of fields of `NetworkSettings`; those that an earlier version did not have are at their defaults.
-        second: likewise.
+    `num_layers` 12, 6 or 2. Fields of `NetworkSettings` that an earlier version did not have are at their defaults.
     """
     first, second = with_defaults(first), with_defaults(second)
     changed = [key for key in {**second, **first} if first.get(key) != second.get(key)]

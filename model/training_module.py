@@ -59,16 +59,7 @@ class TranslationModule(LightningModule):
         seed: int,
         backend: Backend = Backend(),  # noqa: B008
     ) -> None:
-        """Initialize the network.
-
-        Args:
-            vocabulary_size: number of pieces.
-            special: ids of the padding, begin and end symbols.
-            network: the recipe's `network:`.
-            training: the recipe's `training:`.
-            decoding: the recipe's `decoding:`.
-            seed: seed of dropout.
-            backend: how training steps are computed.
+        """Initialize the network; `seed` is that of dropout.
 
         Raises:
             ValueError: the settings name a part that is not registered.
@@ -80,7 +71,8 @@ class TranslationModule(LightningModule):
         self.network = Transformer(vocabulary_size, network)
         self.backend = backend
         self.compiled_forward = backend.compiled(self.network) if backend.compiled else None
-        self.loss_scale = LossScaler() if backend.scales_loss else None
+        # Small gradients would underflow in 16 bits.
+        self.loss_scale = LossScaler() if backend.precision == "16-mixed" else None
         self._search: tuple[GreedySearch, ...] = ()
         """The search of the current validation. As an attribute, a module would be part of every checkpoint."""
         self.validation_sums: dict[str, Tensor] = {}

@@ -134,11 +134,9 @@ class Transformer(nn.Module):
         self.projection: nn.Module = Projection(vocabulary_size if settings.output_bias else 0)
 
     def embed(self, ids: Tensor, encodings: Tensor) -> Tensor:
-        """Return dropout(embeddings * sqrt(D) + encodings) [..., D] of ids [...] (sections 3.4, 3.5 and 5.4).
+        """Return dropout(embeddings * sqrt(D) + encodings) of int64 ids [...] (sections 3.4, 3.5 and 5.4).
 
-        Args:
-            ids: int64 [...].
-            encodings: the ids' positional encodings, of a shape that broadcasts to [..., D].
+        The positional encodings are of a shape that broadcasts to that of the result, [..., D].
         """
         return self.dropout(self.embedding(ids) * self.embedding_scale + encodings)
 

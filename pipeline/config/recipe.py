@@ -125,11 +125,8 @@ _Settings = TypeVar("_Settings")
 def stored_settings(values: object, kind: type[_Settings], section: str, exact: bool = False) -> _Settings:
     """Check settings in a file that this program has written; settings that are newer get their defaults.
 
-    Args:
-        values: plain values.
-        kind: the dataclass, such as `Recipe`.
-        section: its key in a recipe; "" for the recipe itself.
-        exact: refuse unknown keys, which another version may have written; otherwise ignore them.
+    `section` is the key of `kind` in a recipe, "" for the recipe itself. With `exact`, unknown keys, which another
+    version may have written, are refused; otherwise they are ignored.
 
     Raises ValueError that names the first mistake.
     """

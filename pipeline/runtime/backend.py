@@ -36,15 +36,9 @@ def choose_backend(
     """Return the backend of training: as the recipe says, or else PyTorch and, on a CPU, compiled programs.
 
     Programs are compiled and compared with PyTorch's operators here, which takes some seconds the first time.
+    `kernels` and `compiles` are the recipe's `run.kernels` and `run.compile`.
 
-    Args:
-        kernels: `run.kernels`: "triton", "pytorch" (which excludes the compiled programs, too), or None.
-        compiles: `run.compile`.
-        options: accelerator, precision and devices, as `trainer_options` returns them.
-        network: the recipe's `network:`.
-
-    Raises:
-        InputError: the machine cannot run what is requested.
+    Raises InputError if the machine cannot run what is requested.
     """
     precision = str(options["precision"])
     notes: list[str] = []
@@ -125,7 +119,7 @@ def _obstacle_to_triton(device: int, network: NetworkSettings) -> str | None:
         return (
             f"they need a GPU of compute capability 8.0, and {torch.cuda.get_device_name(device)} has {major}.{minor}"
         )
-    missing = missing_compiler(on_gpu=True)
+    missing = missing_compiler()
     return f"Triton {missing}" if missing else None
 
 
@@ -143,14 +137,10 @@ def _on_gpu(options: TrainerOptions) -> bool:
 def should_compile(requested: bool | None, options: TrainerOptions, is_plain: bool, notes: list[str]) -> bool:
     """Return whether to train with torch.compile: by default on a GPU, where there is a compiler.
 
-    Args:
-        requested: `run.compile`.
-        options: accelerator, as `trainer_options` returns it.
-        is_plain: whether attention is plain, whose groups of sentences change shape from step to step.
-        notes: gets a line if a missing compiler makes training slower, or if `requested` is ignored.
+    Plain attention (`is_plain`) has groups of sentences that change shape from step to step. `notes` gets a line if a
+    missing compiler makes training slower, or if `requested` is ignored.
 
-    Raises:
-        InputError: compilation is requested, and there is no compiler.
+    Raises InputError if compilation is requested, and there is no compiler.
     """
     obstacle = "plain attention cannot be compiled" if is_plain else None
     obstacle = obstacle if _on_gpu(options) else "it is for GPUs"
@@ -158,7 +148,7 @@ def should_compile(requested: bool | None, options: TrainerOptions, is_plain: bo
         notes.append(f"run.compile is ignored: {obstacle}")
     if requested is False or obstacle:
         return False
-    missing = missing_compiler(on_gpu=True)
+    missing = missing_compiler()
     if missing is None:
         return True
     if requested:

@@ -51,8 +51,7 @@ class Program(NamedTuple, Generic[Loaded]):
 def load_program(program: Program[Loaded]) -> Loaded:
     """Load a program; compile it first if necessary.
 
-    Raises:
-        OSError: there is no compiler, it fails, or the program does not agree with PyTorch's operators.
+    Raises OSError if there is no compiler, it fails, or the program does not agree with PyTorch's operators.
     """
     compiler = find_compiler()
     folder = compiled_code_folder()
@@ -91,8 +90,7 @@ def _open_own(path: Path) -> int | None:
 def find_compiler(variable: str = "CXX", names: Sequence[str] = ("g++", "clang++", "c++")) -> list[str]:
     """Return the command of a compiler: from an environment variable, or the first of `names` that is installed.
 
-    Raises:
-        OSError: there is no compiler.
+    Raises OSError if there is none.
     """
     try:
         given = shlex.split(os.environ.get(variable, ""))
@@ -133,11 +131,7 @@ def _processor() -> str:
 
 
 def build(compiler: list[str], source: Path, made: Path) -> None:
-    """Compile a program to `made`.
-
-    Raises:
-        OSError: the compiler fails.
-    """
+    """Compile a program to `made`; raise OSError if the compiler fails."""
     command = [*compiler, *FLAGS, str(source), "-o", str(made)]
     try:
         done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=_SECONDS)
@@ -151,11 +145,7 @@ def build(compiler: list[str], source: Path, made: Path) -> None:
 
 
 def _compile(compiler: list[str], program: Program[Loaded], path: Path) -> None:
-    """Compile a program to `path`.
-
-    Raises:
-        OSError: the compiler fails, or the program does not agree with PyTorch's operators.
-    """
+    """Compile a program to `path`; raise OSError as `load_program` does."""
     print(f"compiling the {program.name} for this processor, once", file=sys.stderr)
     prefix = f".{program.name}{_COMPILING}"
     for left in path.parent.glob(f"{prefix}*"):  # Left by killed processes; no other process compiles now.
@@ -176,8 +166,7 @@ def compiled_code_folder() -> Path:
     If other users could put code into it or it cannot be written, a temporary folder of this machine replaces it, with
     a message.
 
-    Raises:
-        OSError: the temporary folder is not safe either.
+    Raises OSError if the temporary folder is not safe either.
     """
     kept = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "attention-pipeline", "compiled")
     try:
@@ -198,13 +187,10 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-def missing_compiler(on_gpu: bool) -> str | None:
-    """Return what compilation lacks, as a predicate: "needs ..."; None if nothing is missing."""
+def missing_compiler() -> str | None:
+    """Return what compilation for a GPU lacks, as a predicate: "needs ..."; None if nothing is missing."""
     try:
-        if on_gpu:  # for the code that launches kernels
-            find_compiler("CC", ("gcc", "clang"))
-        else:
-            find_compiler()
+        find_compiler("CC", ("gcc", "clang"))  # for the code that launches kernels
     except OSError as error:
         return f"needs a compiler: {error}"
     header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")  # Where Triton looks for it, too.

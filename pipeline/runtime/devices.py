@@ -35,12 +35,7 @@ def gpus_mistake(job: JobStep, visible: int, environment: Mapping[str, str] = os
     """Return the mistake if the tasks of this node cannot have one GPU each; None if they can, or if there are no GPUs.
 
     A task sees all GPUs of its node, or only its own (`--gpus-per-task=1`, `--gpu-bind=single:1`). `rank_checks` finds
-    out whether two tasks have the same GPU.
-
-    Args:
-        job: the SLURM job step of this process.
-        visible: number of GPUs that torch sees.
-        environment: SLURM_GPUS_ON_NODE is the number of GPUs of this node in the job.
+    out whether two tasks have the same GPU. `visible` is the number of GPUs that torch sees.
     """
     tasks, allocated = job.tasks_per_node, environment.get("SLURM_GPUS_ON_NODE", "")
     # With these, SLURM may count only a task's own GPUs.
@@ -56,12 +51,7 @@ def gpus_mistake(job: JobStep, visible: int, environment: Mapping[str, str] = os
 
 
 def processors_note(job: JobStep | None, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return a note if this process may use fewer processors than SLURM gave its task; otherwise None.
-
-    Args:
-        job: the SLURM job step of this process.
-        environment: SLURM_CPUS_PER_TASK has the processors of the task, SLURM_CPUS_ON_NODE those of its node.
-    """
+    """Return a note if this process may use fewer processors than SLURM gave its task; otherwise None."""
     name = "SLURM_CPUS_PER_TASK" if environment.get("SLURM_CPUS_PER_TASK") else "SLURM_CPUS_ON_NODE"
     given = environment.get(name, "") if "SLURM_JOB_ID" in environment else ""
     if not given.isdecimal():
@@ -149,10 +139,3 @@ def device_indices(options: TrainerOptions) -> list[int]:
             problem = "cannot be used on a CPU; give a number of processes, or auto"
         raise InputError(f"trainer.devices {given}: {problem}")
     return indices
-
-
-def num_ranks(options: TrainerOptions) -> int:
-    """Return the number of processes that train with these options of Lightning's Trainer."""
-    # For tasks that see one GPU each, the strategy's devices give the number of tasks on a node.
-    devices = getattr(options.get("strategy"), "parallel_devices", None) or device_indices(options)
-    return len(devices) * int(options.get("num_nodes", 1))

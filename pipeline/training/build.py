@@ -132,7 +132,7 @@ def build_data(recipe: Recipe, tokenizer: Tokenizer, backend: Backend) -> Transl
         special_ids(tokenizer),
         recipe.run.seed,
         recipe.corpus,
-        backend.constant_rows,
+        backend.attention.constant_rows,
         recipe.run.validation_translations,
     )
     last, num_pairs = max(recipe.monitoring.attention_sentences or (), default=0), len(data.validation_corpus)

@@ -28,8 +28,8 @@ from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.devices import (
     ONE_GPU_NOTE,
     best_precision,
+    device_indices,
     gpus_mistake,
-    num_ranks,
     processors_note,
     sees_own_gpu_only,
 )
@@ -105,10 +105,10 @@ def check_trainer(recipe: Recipe, job: JobStep | None, report: Report) -> None:
             raise InputError(mistake)
     with warnings.catch_warnings(action="ignore"):  # Lightning shows its warnings when training starts.
         make_trainer(options, job, logger=False)
-    asked = recipe.trainer.get("accelerator", "auto"), recipe.trainer.get("devices", "auto")
-    if job is None and asked[0] == "auto" and options["accelerator"] == "cpu" and num_ranks(options) > 1:
+    asked, count = recipe.trainer.get("accelerator", "auto"), len(device_indices(options))
+    if job is None and asked == "auto" and options["accelerator"] == "cpu" and count > 1:
         report.note(
-            f"trainer.devices {asked[1]}: torch finds no GPU, so {num_ranks(options)} processes share the CPU; one"
+            f"trainer.devices {recipe.trainer['devices']}: torch finds no GPU, so {count} processes share the CPU; one"
             " process uses all its cores: remove the key, or check nvidia-smi if there should be GPUs"
         )
     run = recipe.run

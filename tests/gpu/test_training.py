@@ -138,7 +138,7 @@ def test_no_step_waits_for_the_device(
     backend = choose_backend(kernels, compiled, options, NETWORK)
     plain = device == "cpu" or (precision == "32-true" and kernels == "pytorch")
     assert (backend.attention.name == "plain") == plain
-    data = TranslationDataModule(corpus_folder, batches, SPECIAL, seed=1, constant_rows=backend.constant_rows)
+    data = TranslationDataModule(corpus_folder, batches, SPECIAL, seed=1, constant_rows=backend.attention.constant_rows)
     watch = _NoWaiting()
     float16 = precision_plugin({"precision": precision, "accelerator": device})
     trainer = Trainer(

@@ -139,8 +139,7 @@ def test_what_is_compiled(
     options = {"accelerator": accelerator, "precision": precision}
     backend = choose_backend(kernels, None, options, NetworkSettings(**settings))
     assert (backend.attention.name, backend.loss.name, backend.search.name, backend.notes) == (*parts, ())
-    assert backend.scales_loss == (precision == "16-mixed")
-    assert not backend.constant_rows
+    assert not backend.attention.constant_rows
     assert f"attention {parts[0]}, loss {parts[1]}, " in backend.line()
 
 
@@ -191,7 +190,7 @@ def test_what_flash_attention_cannot_take_is_plain(
         options = {"accelerator": accelerator, "precision": precision}
         backend = choose_backend("pytorch", False, options, NetworkSettings(**settings))
         assert (backend.attention.name, backend.loss.name) == (expected, "PyTorch")
-        assert backend.constant_rows == (expected == "flash")
+        assert backend.attention.constant_rows == (expected == "flash")
 
 
 def test_when_to_compile(gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -340,7 +340,7 @@ def built(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         patch.setitem(READERS, "own", OwnReader)
         patch.setitem(OPTIMIZERS, "own", own_optimizer)
         # Nothing is compiled here.
-        patch.setattr("pipeline.runtime.backend.missing_compiler", lambda on_gpu: None)
+        patch.setattr("pipeline.runtime.backend.missing_compiler", lambda: None)
         # As torchrun starts the first of two nodes.
         for name, number in {
             "WORLD_SIZE": 4,
