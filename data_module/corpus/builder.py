@@ -17,7 +17,6 @@ from tqdm import tqdm
 from data_module.corpus.checks import TextChecker
 from data_module.corpus.manifest import (
     FORMAT,
-    TOKENIZER_NAME,
     Manifest,
     Origin,
     SourcePairs,
@@ -34,7 +33,7 @@ from data_module.files import FORMAT_VERSION
 from data_module.settings import CorpusSettings, NoiseSettings, TextSource
 from data_module.text_files import progress_bar
 from data_module.tokenization.encoders import WordEncoder
-from data_module.tokenization.tokenizer import MAX_PIECE_CHARACTERS, UNK_ID, Tokenizer
+from data_module.tokenization.tokenizer import MAX_PIECE_CHARACTERS, TOKENIZER_NAME, UNK_ID, Tokenizer
 from data_module.tokenization.training import WordCounts, train_on_words
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from data_module.corpus.manifest import TOKENIZER_NAME
 from data_module.corpus.pairs import PairChunk, PairFilter, least_lengths, open_reader, read_pairs, with_prefix
 from data_module.corpus.store import MAX_TOKENS
 from data_module.errors import InputError
@@ -19,6 +18,7 @@ from data_module.tokenization.tokenizer import (
     BYTE_NAMES,
     NUM_BYTES,
     SPECIAL_NAMES,
+    TOKENIZER_NAME,
     Tokenizer,
     is_composed,
     is_decomposed,
@@ -256,10 +256,9 @@ class TextChecker:
                         if is_decomposed(sentence):
                             note.add(number)
                 if text.prefix and text.prefix in side:
-                    pairs = zip(chunk.source, chunk.target, strict=True)
-                    index = next(i for i, pair in enumerate(pairs) if any(text.prefix in sentence for sentence in pair))
+                    index = next(i for i, sentence in enumerate(sentences) if text.prefix in sentence)
                     raise InputError(
-                        f"{chunk.names[0]}:{chunk.first_line + index}: the pair holds the prefix {text.prefix!r} of its"
+                        f"{name}:{chunk.first_line + index}: the pair holds the prefix {text.prefix!r} of its"
                         " source already; remove `prefix` from the source, or choose another symbol"
                     )
                 left = side if len(chosen) == len(sentences) else "\n".join([sentences[i] for i in chosen.tolist()])

@@ -16,7 +16,6 @@ from data_module.settings import TextSource
 
 FORMAT = "attention-pipeline corpus"
 MANIFEST_NAME = "manifest.json"
-TOKENIZER_NAME = "tokenizer.model"
 
 TEXT_KEYS = ("corpus.train", "corpus.validation", "corpus.test")
 """Keys of a recipe that hold a list of text sources."""

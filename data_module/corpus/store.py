@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data_module.corpus.manifest import MANIFEST_NAME, TOKENIZER_NAME, Split, TokenCounts, read_manifest
+from data_module.corpus.manifest import MANIFEST_NAME, Split, TokenCounts, read_manifest
 from data_module.errors import PROGRAM, InputError
-from data_module.tokenization.tokenizer import Tokenizer
+from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -22,6 +22,8 @@ from data_module.tokenization.pair import SPACE_MARK, PairEncoder, is_code, prot
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
 
+TOKENIZER_NAME = "tokenizer.model"
+"""Name of the file of a tokenizer in corpora, runs and bundles."""
 PAD_ID, UNK_ID, BOS_ID, EOS_ID = range(4)
 NUM_SPECIAL_IDS = 4
 MAX_PIECE_CHARACTERS = 16

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from data_module.batching.batch import RankBatch
 from data_module.errors import InputError
 from data_module.files import PlainValues
-from data_module.tokenization.tokenizer import Tokenizer
+from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.training_module import TranslationModule
 from pipeline.config.recipe import Recipe
@@ -88,7 +88,7 @@ def prepare(recipe: Recipe) -> Training:
     quiet_lightning()
     options, precision = one_device(recipe.trainer)
     ensure_corpus(recipe.corpus)
-    tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
+    tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / TOKENIZER_NAME)
     backend = choose_backend(recipe.run.kernels, recipe.run.compile, options, recipe.network)
     for line in (*backend.notes, backend.line()):
         say(line)

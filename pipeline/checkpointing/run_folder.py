@@ -30,6 +30,7 @@ from data_module.files import (
     write_error,
 )
 from data_module.text_files import open_regular
+from data_module.tokenization.tokenizer import TOKENIZER_NAME
 from model.settings import DECAY_TO_LAST_STEP, changed_keys
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.config.recipe_files import compose
@@ -59,7 +60,7 @@ MAX_STARTS = 3
 _STEP_NAME = re.compile(r"step=(\d+)\.ckpt")
 _LOCK = ".lock"
 _VERSIONS = "versions.json"
-_OWN_FILES = ("config.yaml", "tokenizer.model", _VERSIONS, STARTS)
+_OWN_FILES = ("config.yaml", TOKENIZER_NAME, _VERSIONS, STARTS)
 _CHECKPOINT_FILES = ("step=*.ckpt", "best.ckpt")
 _REMOVED = {
     "checkpoints/around-best": _CHECKPOINT_FILES,
@@ -317,7 +318,7 @@ class RunFolder:
     def write_config(self, recipe: Recipe, tokenizer: bytes) -> None:
         """Write the recipe, the tokenizer, and the versions of format, code and packages."""
         _replace(self.path / "config.yaml", yaml.safe_dump(recipe.as_dict(), sort_keys=False).encode())
-        _replace(self.path / "tokenizer.model", tokenizer)
+        _replace(self.path / TOKENIZER_NAME, tokenizer)
         written = {"format_version": FORMAT_VERSION, **versions()}
         _replace(self.path / _VERSIONS, json.dumps(written, indent=2).encode())
 

@@ -12,13 +12,13 @@ from typing import Any
 import yaml
 
 from data_module.corpus.checks import given_tokenizer, tokenizer_file
-from data_module.corpus.manifest import MANIFEST_NAME, TOKENIZER_NAME, changes, is_corpus, read_manifest
+from data_module.corpus.manifest import MANIFEST_NAME, changes, is_corpus, read_manifest
 from data_module.corpus.pairs import fingerprint, open_reader, read_pairs
 from data_module.errors import InputError, first_of
 from data_module.files import PlainValues, atomic_file, existing_parent, json_object, write_error
 from data_module.settings import BpeDropout, CorpusSettings, TextSource
 from data_module.text_files import open_file
-from data_module.tokenization.tokenizer import clean_lines
+from data_module.tokenization.tokenizer import TOKENIZER_NAME, clean_lines
 from pipeline.commands.stages import Stage, run_stages
 from pipeline.config.recipe import Recipe, stored_settings
 from pipeline.inference.loading import chosen_file, load_file, require_direction

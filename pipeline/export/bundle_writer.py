@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from data_module.errors import InputError
+from data_module.tokenization.tokenizer import TOKENIZER_NAME
 from pipeline.checkpointing.checkpoint import TrainedModel, load_model, resolve_checkpoint
 from pipeline.export.bundle_folder import FILES, ON_REQUEST, PARITY_SENTENCES, replaced_folder
 from pipeline.export.card import example_sentence, make_card, readme
@@ -93,7 +94,7 @@ def write_bundle(
     for name in names:
         print(f"writing {name}", file=sys.stderr)
         FORMATS[name].write(bundle, folder / name)
-    tokenizer.save(folder / "tokenizer.model")
+    tokenizer.save(folder / TOKENIZER_NAME)
     if tokenizer.pair:
         (folder / "source.spm").write_bytes(tokenizer.pair[0])
     (folder / "card.json").write_text(card_text, encoding="utf-8")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from data_module.errors import InputError, require_package
-from data_module.tokenization.tokenizer import Tokenizer
+from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
 from model.decoding import BeamSearch
 from model.fast.compiled_search import CompiledSearch
 from model.transformer import Transformer
@@ -273,7 +273,7 @@ def _write_huggingface(bundle: Bundle, folder: Path) -> None:
 def write_torchscript(network: Transformer, tokenizer: Tokenizer, card: str, path: Path) -> None:
     """Write network, searches, tokenizer and card into one TorchScript file. `card` is the text of `card.json`."""
     search = BeamSearch(network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
-    extra = {"card.json": card, "tokenizer.model": tokenizer.model}
+    extra = {"card.json": card, TOKENIZER_NAME: tokenizer.model}
     with warnings.catch_warnings():
         # PyTorch deprecates TorchScript.
         warnings.simplefilter("ignore", DeprecationWarning)

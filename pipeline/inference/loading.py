@@ -10,7 +10,7 @@ import torch
 
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings
-from data_module.tokenization.tokenizer import Tokenizer
+from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
 from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
 from pipeline.config.recipe import Recipe, stored_settings
 from pipeline.inference.bundle_folder import CARD_FILE, PROGRAM_FILE, START_OVER, bundle_of, parse_card
@@ -94,7 +94,7 @@ def _load_bundle(folder: Path, device: str) -> Translator:
         raise InputError(f"{path}: is damaged or not a TorchScript file; {START_OVER}") from None
     tokenizer = None
     with suppress(InputError):  # It is refused below.
-        tokenizer = Tokenizer.load(folder / "tokenizer.model")
+        tokenizer = Tokenizer.load(folder / TOKENIZER_NAME)
     if not tokenizer or (tokenizer.sha256, tokenizer.vocabulary_size) != (tokenizer_sha256, search.vocabulary_size):
         raise InputError(f"{folder}: tokenizer.model, card.json and {path.name} do not belong together; {START_OVER}")
     # The first call compiles, which threads must not do at the same time.

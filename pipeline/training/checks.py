@@ -12,10 +12,10 @@ import torch
 from packaging.version import Version
 
 from data_module.corpus.checks import check_settings
-from data_module.corpus.manifest import TOKENIZER_NAME, is_corpus
+from data_module.corpus.manifest import is_corpus
 from data_module.errors import InputError
 from data_module.files import existing_parent
-from data_module.tokenization.tokenizer import Tokenizer
+from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
 from data_module.worker_processes import num_processors, require_shared_memory
 from model.backend import Backend
 from model.transformer import Transformer

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from data_module.corpus.builder import check_vocabulary_size
 from data_module.corpus.checks import TextChecker, given_tokenizer, size_warnings, source_warnings
-from data_module.corpus.manifest import TOKENIZER_NAME, is_corpus
+from data_module.corpus.manifest import is_corpus
 from data_module.errors import InputError, printable
-from data_module.tokenization.tokenizer import Tokenizer
+from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
 from pipeline.checkpointing.run_folder import is_in_use, settings_of_ranks
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.config.settings import validate_trainer_keys

@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
-from data_module.corpus.manifest import TOKENIZER_NAME, Manifest, numbers, summary
+from data_module.corpus.manifest import Manifest, numbers, summary
 from data_module.corpus.preparation import prepare
 from data_module.settings import CorpusSettings
-from data_module.tokenization.tokenizer import Tokenizer
+from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
 from pipeline.config.recipe import Recipe
 from pipeline.inference.pieces import piece_report
 from pipeline.runtime.console import say

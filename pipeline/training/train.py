@@ -6,11 +6,11 @@ from contextlib import ExitStack
 import torch
 from lightning.pytorch import Callback
 
-from data_module.corpus.manifest import TOKENIZER_NAME, Manifest
+from data_module.corpus.manifest import Manifest
 from data_module.corpus.preparation import existing_corpus, in_use
 from data_module.errors import SCRIPTS
 from data_module.settings import CorpusSettings
-from data_module.tokenization.tokenizer import Tokenizer
+from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
 from pipeline.checkpointing.run_folder import RunFolder, count_start
 from pipeline.runtime import signals
 from pipeline.runtime.backend import choose_backend
