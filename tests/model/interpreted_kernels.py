@@ -77,9 +77,7 @@ def test_no_sentence_at_all(kind: str) -> None:
     assert not any(one.any() for one in (result, *gradients))
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [*((kind, torch.float32) for kind in KINDS), ("causal", torch.float16)], ids=str
-)
+@pytest.mark.parametrize(("kind", "dtype"), [("cross", torch.float32), ("causal", torch.float16)], ids=str)
 def test_dropout(kind: str, dtype: torch.dtype) -> None:
     check_dropout(kind, dtype, "cpu")
 
@@ -100,10 +98,9 @@ def test_weights_are_kept_at_random() -> None:
                 assert float((one != other).double().mean()) == pytest.approx(0.42, abs=0.02)
 
 
-@pytest.mark.parametrize("kind", ["self", "cross"])
-def test_inputs_and_gradients_of_any_strides(kind: str) -> None:
+def test_inputs_and_gradients_of_any_strides() -> None:
     """A sum has a gradient of stride 0."""
-    heads = Heads(2, 8, 12)
+    heads, kind = Heads(2, 8, 12), "cross"
     tensors = [x.detach() for x in inputs(heads, CROSS, kind, torch.float32, "cpu")]
     plain = [x.clone().requires_grad_() for x in tensors]
     strided = [x.t().contiguous().t().requires_grad_() for x in tensors]
@@ -146,7 +143,7 @@ def test_the_network_is_that_of_plain_attention_and_of_padded_batches() -> None:
         loss = label_smoothed_loss(states, network.embedding.weight, batch.target_output, 0.1, PAD).smoothed
         return torch.cat([loss[None], parameters_to_vector(torch.autograd.grad(loss, list(network.parameters())))])
 
-    lengths = [(7, 9), (1, 3), (20, 34), (33, 30), (3, 1), (1, 1), (9, 9)]
+    lengths = [(7, 9), (20, 34), (3, 1)]
     expected = loss_and_gradient(padded(lengths), PLAIN_ATTENTION)
     [batch, empty] = packed([lengths, []]).micro_batches
     for attention in (PLAIN_ATTENTION, TRITON_ATTENTION):
@@ -189,7 +186,6 @@ def test_the_check_before_training_accepts_the_kernels_and_names_those_that_are_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     check = partial(failure, torch.float32, 1, 8, 12, device="cpu")
-    assert check() is None
     monkeypatch.setattr(triton_check, "_LENGTHS", [(1, 3), (7, 9)])  # enough to be wrong, and soon interpreted
     assert check() is None
     plain = triton_attention.segment_attention

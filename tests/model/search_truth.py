@@ -63,10 +63,13 @@ def make_network(
     return network
 
 
-@cache
+fixed_network = cache(make_network)
+"""`make_network` for tests that leave the weights as they are. Its truths, which take long, are computed once."""
+
+
 def random_network() -> Transformer:
     """Return a random network, which amplifies rounding."""
-    return make_network(3)
+    return fixed_network(3)
 
 
 def trained_network(variant: str = "") -> Transformer:
@@ -235,13 +238,13 @@ def plain_beam(
 
 @cache
 def references(
-    network: Transformer, beam_size: int, alpha: float, extra: int, stops_at_first: bool = False
+    network: Transformer, beam_size: int, alpha: float, extra: int, stops_at_first: bool = False, forced: bool = False
 ) -> list[Reference]:
-    """Return the answers of `plain_beam` to each of the sources of `make_sources(LENGTHS)`."""
+    """Return the answers of `plain_beam` to the sources of `make_sources(LENGTHS)`; if `forced`, with PREFIXES."""
     source, _ = make_sources(LENGTHS, network.vocabulary_size)
     return [
-        plain_beam(network, row[:length], beam_size, alpha, length + extra, stops_at_first)
-        for row, length in zip(source, LENGTHS, strict=True)
+        plain_beam(network, row[:length], beam_size, alpha, length + extra, stops_at_first, prefix if forced else ())
+        for row, length, prefix in zip(source, LENGTHS, PREFIXES, strict=True)
     ]
 
 

@@ -24,10 +24,12 @@ from tests.model.search_truth import (
     answers_of,
     assert_finds,
     exact,
+    fixed_network,
     forced_log_probabilities,
     forced_log_probability,
     make_network,
     make_sources,
+    padded_prefixes,
     penalized,
     random_network,
     references,
@@ -49,23 +51,28 @@ def assert_ranked(
         assert score == pytest.approx(expected_score, abs=allowed)
 
 
-def test_a_wide_beam_finds_what_enumeration_finds() -> None:
+@pytest.mark.parametrize("prefixes", [[[]] * 4, [[], [4], [5, UNK], [4] * 4]], ids=["free", "behind prefixes"])
+def test_a_wide_beam_finds_what_enumeration_finds(prefixes: list[list[int]]) -> None:
     # Three pieces and the end symbol give 121 answers of up to 4 pieces, and at most 81 open hypotheses.
     vocabulary_size, beam_size, extra, alphas = 6, 81, 2, (0.6, 1.5)
     source, mask = make_sources([3, 3, 2, 3], vocabulary_size)
+    target_prefix = padded_prefixes(prefixes) if any(prefixes) else None
     greedy_is_best, penalty_matters, lengths = [], [], set()
-    for seed in range(6):
-        network = make_network(seed, vocabulary_size)
+    for seed in range(3):
+        network = fixed_network(seed, vocabulary_size)
         searches = [make(network) for make in SEARCHES.values()]
-        greedy = searches[0].greedy(source, mask, extra)
+        greedy = searches[0].greedy(source, mask, extra, target_prefix)
         found = {
-            alpha: [one.beam(source, mask, beam_size, alpha, extra, beam_size) for one in searches] for alpha in alphas
+            alpha: [
+                one.beam(source, mask, beam_size, alpha, extra, beam_size, "exact", target_prefix) for one in searches
+            ]
+            for alpha in alphas
         }
-        for sentence, source_length in enumerate(mask.sum(1).tolist()):
+        for sentence, (source_length, prefix) in enumerate(zip(mask.sum(1).tolist(), prefixes, strict=True)):
             ids = source[sentence, :source_length]
             totals: list[tuple[float, list[int]]] = []
-            for count in range(source_length + extra):
-                every = [[*pieces, EOS] for pieces in itertools.product([UNK, 4, 5], repeat=count)]
+            for count in range(source_length + extra - len(prefix)):
+                every = [[*prefix, *pieces, EOS] for pieces in itertools.product([UNK, 4, 5], repeat=count)]
                 totals += zip(forced_log_probabilities(network, ids, every), every, strict=True)
             for alpha, results in found.items():
                 expected = sorted(((penalized(t, len(a), alpha), a) for t, a in totals), reverse=True)
@@ -78,24 +85,6 @@ def test_a_wide_beam_finds_what_enumeration_finds() -> None:
     assert False in greedy_is_best
     assert True in penalty_matters
     assert len(lengths) >= 3
-
-
-@pytest.mark.parametrize("variant", ["", "learned", "random"])
-def test_the_first_rule_stops_when_as_many_as_the_beam_have_ended(variant: str) -> None:
-    source, mask = make_sources(LENGTHS)
-    network, others = random_or_trained(variant), 0
-    search = BeamSearch(network, BOS, EOS, PAD).eval()
-    for beam_size, alpha, extra in [(4, 0.6, 8), (2, 0.0, 4), (3, 1.5, 12), (1, 0.6, 8)]:
-        found = search.beam(source, mask, beam_size, alpha, extra, beam_size, "first")
-        expected = references(network, beam_size, alpha, extra, True)
-        assert_finds(network, found, expected)
-        others += expected != references(network, beam_size, alpha, extra)
-    # The rules differ.
-    assert others > 0
-
-
-def random_or_trained(variant: str) -> Transformer:
-    return random_network() if variant == "random" else trained_network(variant)
 
 
 def test_the_length_penalty_by_hand() -> None:
@@ -120,14 +109,20 @@ def test_answers_that_do_not_exist_are_empty(engine: str) -> None:
 @pytest.mark.parametrize("engine", SEARCHES)
 @pytest.mark.parametrize("variant", ["", "pre-norm", "learned", "random"])
 def test_equals_a_plain_beam_search_without_cache_batch_or_early_stop(variant: str, engine: str) -> None:
+    """By both rules. A large length penalty lets answers win at their limit which would not at their length."""
     source, mask = make_sources(LENGTHS)
-    network, lengths = random_or_trained(variant), set()
-    search = SEARCHES[engine](network)
-    for beam_size, alpha, extra in [(4, 0.6, 8), (2, 0.0, 4), (4, 1.5, 12)]:
+    network = random_network() if variant == "random" else trained_network(variant)
+    search, lengths = SEARCHES[engine](network), set()
+    large = 1.5 if variant == "random" else 3.0
+    for beam_size, n_best, alpha, extra in [(4, 4, 0.6, 8), (2, 2, 0.0, 4), (4, 1, large, 12)]:
         expected = references(network, beam_size, alpha, extra)
-        assert_finds(network, search.beam(source, mask, beam_size, alpha, extra, beam_size), expected)
+        assert_finds(network, search.beam(source, mask, beam_size, alpha, extra, n_best), expected)
         lengths |= {len(one.answers[0][1]) for one in expected}
     assert len(lengths) >= 4
+    for beam_size, alpha, extra in [(4, 0.6, 8), (3, 1.5, 4)]:
+        expected = references(network, beam_size, alpha, extra, True)
+        assert_finds(network, search.beam(source, mask, beam_size, alpha, extra, beam_size, "first"), expected)
+    assert references(network, 4, 0.6, 8, True) != references(network, 4, 0.6, 8)
 
 
 @torch.no_grad()
@@ -148,22 +143,22 @@ def plain_greedy(network: Transformer, source: Tensor, limit: int, prefix: Seque
     return Reference([(total, answer)], margin)
 
 
-@pytest.mark.parametrize("engine", SEARCHES)
-def test_a_beam_of_one_is_greedy(engine: str) -> None:
+def test_a_beam_of_one_is_greedy() -> None:
     extra, lengths = 8, set()
     source, mask = make_sources(LENGTHS)
-    for network in (make_network(0), random_network(), trained_network(), trained_network("learned")):
-        search = SEARCHES[engine](network)
-        greedy, beam = search.greedy(source, mask, extra), search.beam(source, mask, 1, 0.6, extra, 1)
-        assert torch.equal(greedy.tokens, beam.tokens[:, 0])
-        assert torch.equal(greedy.log_probabilities, beam.log_probabilities[:, 0])
+    for network in (fixed_network(0), random_network(), trained_network("learned")):
         expected = [plain_greedy(network, row[:n], n + extra) for row, n in zip(source, LENGTHS, strict=True)]
-        assert_finds(network, beam._replace(scores=beam.log_probabilities), expected)
-        for row, length in zip(greedy.tokens, greedy.lengths.tolist(), strict=True):
-            assert (row[length - 1], row[length:].tolist()) == (EOS, [PAD] * (len(row) - length))
-            lengths.add(length)
-        penalties = [penalized(1.0, length, 0.6) for length in greedy.lengths.tolist()]
-        torch.testing.assert_close(beam.scores[:, 0], greedy.log_probabilities * torch.tensor(penalties))
+        for make in SEARCHES.values():
+            search = make(network)
+            greedy, beam = search.greedy(source, mask, extra), search.beam(source, mask, 1, 0.6, extra, 1)
+            assert torch.equal(greedy.tokens, beam.tokens[:, 0])
+            assert torch.equal(greedy.log_probabilities, beam.log_probabilities[:, 0])
+            assert_finds(network, beam._replace(scores=beam.log_probabilities), expected)
+            for row, length in zip(greedy.tokens, greedy.lengths.tolist(), strict=True):
+                assert (row[length - 1], row[length:].tolist()) == (EOS, [PAD] * (len(row) - length))
+                lengths.add(length)
+            penalties = [penalized(1.0, length, 0.6) for length in greedy.lengths.tolist()]
+            torch.testing.assert_close(beam.scores[:, 0], greedy.log_probabilities * torch.tensor(penalties))
     assert len(lengths) >= 6
 
 
@@ -248,7 +243,7 @@ def test_the_search_stops_when_no_hypothesis_can_win_and_no_earlier(
 @pytest.mark.parametrize("beam_size", [1, 4])
 def test_each_sentence_has_its_own_limit(beam_size: int) -> None:
     source, mask = make_sources(LENGTHS)
-    search, network = observed(make_network(0), endless=True)
+    search, network = observed(fixed_network(0), endless=True)
     found = search.beam(source, mask, beam_size, 0.6, 5, beam_size)
     assert found.lengths.tolist() == [[length + 5] * beam_size for length in LENGTHS]
     assert (found.tokens == EOS).sum(-1).eq(1).all()
@@ -266,8 +261,11 @@ def test_learned_positions_limit_source_and_answer(limit: int) -> None:
     found = search.beam(source, None, 4, 0.6, 50, 4, "first")
     assert found.lengths.tolist() == [[limit] + [0 if limit == 1 else limit] * 3]
     longer, _ = make_sources([limit + 1])
-    with pytest.raises(ValueError, match=f"{limit + 1} tokens is longer than the network's {limit} positions"):
-        search.greedy(longer, None, 50)
+    compiled = SEARCHES["compiled"](search.network.network)
+    assert int(compiled.greedy(source, None, 50).lengths) <= limit
+    for one in (search, compiled):
+        with pytest.raises(ValueError, match=f"{limit + 1} tokens is longer than the network's {limit} positions"):
+            one.greedy(longer, None, 50)
 
 
 def test_bfloat16_finds_answers_as_good() -> None:

@@ -239,17 +239,12 @@ def test_rows_of_a_chunk_on_a_gpu_by_hand(
     assert model.loss._chunk_tokens(rows, 37_000, torch.device("cuda"), dtype, in_place) == expected
 
 
-def test_rows_of_a_chunk_of_two_passes_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_chunk_of_two_passes_and_on_a_cpu_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """50,000 rows: 18,137 fit with Triton's kernel. With 16 bytes a logit without it 2,267 fit, so 23 chunks."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIGABYTE))
     for in_place, expected in ((True, 16_768), (False, 2_176)):
         found = model.loss._chunk_tokens(50_000, 37_000, torch.device("cuda"), torch.bfloat16, in_place, passes=2)
         assert found == expected
-    for pieces, expected in ((37_000, 452), (1 << 24, 2)):
-        assert model.loss._chunk_tokens(50_000, pieces, torch.device("cpu"), torch.bfloat16, False, 2) == expected
-
-
-def test_rows_of_a_chunk_on_a_cpu_by_hand() -> None:
-    """16,777,216 logits."""
-    for pieces, expected in ((37_000, 453), (1 << 24, 1), (1 << 25, 1)):
-        assert model.loss._chunk_tokens(25_000, pieces, torch.device("cpu"), torch.bfloat16, False) == expected
+    # 16,777,216 logits on a CPU.
+    for passes, pieces, expected in ((2, 37_000, 452), (2, 1 << 24, 2), (1, 37_000, 453), (1, 1 << 25, 1)):
+        assert model.loss._chunk_tokens(50_000, pieces, torch.device("cpu"), torch.bfloat16, False, passes) == expected

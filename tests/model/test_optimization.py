@@ -14,24 +14,18 @@ def rate(step: int, d_model: int = 512, max_steps: int = 100_000, **settings: fl
     return build_schedule(TrainingSettings(**settings), d_model, max_steps)(step)  # type: ignore[arg-type]
 
 
-def test_peak_of_the_base_model() -> None:
+def test_the_papers_schedule_by_hand() -> None:
     # 512^-0.5 * 4000^-0.5 = 0.0441942 * 0.0158114
     assert rate(4000) == pytest.approx(6.98771e-4, abs=1e-9)
-
-
-def test_first_step_and_decay() -> None:
     assert rate(1) == pytest.approx(512**-0.5 * 4000**-1.5)
     assert rate(2000) == pytest.approx(rate(4000) / 2)
     assert rate(16000) == pytest.approx(rate(4000) / 2)
     assert rate(123, learning_rate_factor=2.5) == pytest.approx(2.5 * rate(123))
+    assert rate(4, 16, warmup_steps=4) == pytest.approx(0.25 * 0.5)
 
 
 def test_the_last_step_has_no_effect() -> None:
     assert rate(123, max_steps=123) == rate(123, max_steps=100_000) == rate(123, max_steps=-1)
-
-
-def test_the_warm_up_is_the_recipes() -> None:
-    assert rate(4, 16, warmup_steps=4) == pytest.approx(0.25 * 0.5)
 
 
 @pytest.mark.parametrize(

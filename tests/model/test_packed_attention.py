@@ -183,22 +183,6 @@ def test_no_offset_is_read_from_the_device() -> None:
         assert result.shape == (len(tensors[0]), HEADS * D_V)
 
 
-def test_segments_of_the_three_attentions() -> None:
-    """The encoder reads the source, the decoder the target up to each token, and from there the source."""
-    [batch] = packed([[(5, 2), (3, 4)]]).micro_batches
-    kinds = packed_segments(batch, torch.float32, FLASH_ATTENTION)
-    assert [(one.is_causal, one.padded, one.longest) for one in kinds] == [
-        (False, None, 5),
-        (True, None, 5),
-        (False, None, 5),
-    ]
-    starts = [[0, 5, 8], [0, 2, 6]]
-    for one, query, key in zip(kinds, (0, 1, 1), (0, 1, 0), strict=True):
-        assert one.query_offsets[:3].tolist() == starts[query]
-        assert one.key_offsets[:3].tolist() == starts[key]
-        assert one.kernel is flash_attention
-
-
 def test_padded_groups_by_hand() -> None:
     """One group: sentences of 5 and 3 tokens, whose translations have 2 and 4."""
     shape = row_shape([[(5, 2), (3, 4)]])._replace(source_tokens=10, target_tokens=7)
@@ -226,7 +210,10 @@ def test_padded_groups_by_hand() -> None:
 
 
 def test_segments_for_the_kernels_by_hand() -> None:
-    """Sentences of 5 and 3 tokens, their translations of 2 and 4, a segment of 3 dead tokens, and two of none."""
+    """Sentences of 5 and 3 tokens, their translations of 2 and 4, a segment of 3 dead tokens, and two of none.
+
+    The encoder reads the source, the decoder the target up to each token, and from there the source.
+    """
     shape = row_shape([[(5, 2), (3, 4)]])._replace(source_tokens=11, target_tokens=9, segments=5)
     [batch] = packed([[(5, 2), (3, 4)]], shape).micro_batches
     source = [0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 2], [0, 5, 8, 11, 11, 11]
@@ -237,7 +224,8 @@ def test_segments_for_the_kernels_by_hand() -> None:
         given = one.query_ids, one.key_ids, one.query_offsets, one.key_offsets
         assert [list(map(int, each)) for each in given] == [query[0], key[0], query[1], key[1]]
         assert {each.dtype for each in given} == {torch.int32}
-        assert one.padded is None
+        assert (one.padded, one.longest, one.kernel) == (None, 5, flash_attention)
+    assert [one.is_causal for one in kinds] == [False, True, False]
     for attention_of_all in (PLAIN_ATTENTION, FLASH_ATTENTION):
         assert all(one.query_ids is None for one in packed_segments(batch, torch.float32, attention_of_all))
 
