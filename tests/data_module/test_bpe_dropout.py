@@ -18,8 +18,8 @@ UNSPACED = "人工智能模型将一种语言翻译成另一种语言。机器�
 
 def _text() -> list[str]:
     random = np.random.default_rng(3)
-    words = ["".join(random.choice(SYLLABLES, size=random.integers(1, 6))) for _ in range(3000)]
-    spaced = [" ".join(random.choice(words, size=8)) for _ in range(1200)]
+    words = ["".join(random.choice(SYLLABLES, size=random.integers(1, 6))) for _ in range(1500)]
+    spaced = [" ".join(random.choice(words, size=8)) for _ in range(500)]
     unspaced = ["".join(random.choice(list(UNSPACED), size=random.integers(1, 180))) for _ in range(200)]
     mixed = [f"{word}{random.choice(list(UNSPACED))}, {word.upper()} ▅ 12.5%" for word in words[:100]]
     marked = [f"<b>{word}</b>{word} {word}tion{word}" for word in words[:50]]
@@ -96,7 +96,7 @@ def test_words_that_cannot_be_merged_keep_their_plain_segmentation(tokenizer: To
 
 
 @pytest.mark.parametrize("dropout", [0.1, 0.5])
-@pytest.mark.parametrize("word", ["babtent", "inster", "aaaaaa", "ba", "语言。机器"])
+@pytest.mark.parametrize("word", ["babtent", "aaaaaa", "语言。机器"])
 def test_segmentations_have_the_distribution_of_algorithm_1(tokenizer: Tokenizer, word: str, dropout: float) -> None:
     count, draw = 20_000, Random(1).random
     expected = _distribution(tokenizer, word, dropout)

@@ -3,7 +3,6 @@
 import json
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -21,7 +20,7 @@ from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
 from pipeline.training.train import ensure_corpus
 from tests.conftest import ROOT, pipeline, sentences
-from tests.data_module.test_preparation import made, text_of
+from tests.data_module.test_preparation import made, text_of, write_pairs
 
 Rows = Sequence[tuple[str | bytes | None, str | None]]
 """English and German."""
@@ -346,24 +345,15 @@ def test_a_damaged_file_among_several_is_named(settings: CorpusSettings, tmp_pat
     assert done.stderr.decode() == f"error: {message}\n"  # and no output of the library
 
 
-def test_without_the_library(settings: CorpusSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
+def test_without_the_library(settings: CorpusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text files do not need it."""
+    for name in ("datasets", "pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "data_module.corpus.dataset_library")
     monkeypatch.delattr("data_module.corpus.dataset_library")
     fails(settings, "a `dataset` source needs a library", "; run: .venv/bin/pip install -c constraints.txt")
-
-
-def test_the_library_is_not_imported_for_text_files(tiny_corpus: Path) -> None:
-    code = f"""if True:
-        import sys
-        from data_module.corpus.preparation import prepare
-        from data_module.settings import CorpusSettings, TextSource
-        texts = [TextSource(*(r"{tiny_corpus.parent}/" + f"{{split}}.{{side}}" for side in ("source", "target")))
-                 for split in ("train", "validation")]
-        prepare(CorpusSettings(r"{tiny_corpus}", texts[:1], texts[1:], vocabulary_size=60))
-        print("datasets" in sys.modules or "pyarrow" in sys.modules)"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.stdout == "False\n", done.stderr
+    text = [write_pairs(tmp_path, "text", rows(50, 3))]
+    made(replace(settings, train=text, validation=text))
 
 
 def test_without_a_network_the_error_is_one_line(tmp_path: Path) -> None:

@@ -34,13 +34,6 @@ def make_old(tmp_path: Path) -> Path:
     return tmp_path / "folder"
 
 
-def test_the_previous_folder_is_moved(tmp_path: Path, new: Path) -> None:
-    folder = make_old(tmp_path)
-    replace_folder(new, folder, tmp_path / "old")
-    assert (folder / "inner" / "file").read_text() == "new"
-    assert (tmp_path / "old" / "file").read_text() == "old"
-
-
 def test_the_previous_folder_is_restored_if_the_move_fails(
     tmp_path: Path, new: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,9 +248,3 @@ def test_a_lock_whose_folder_was_removed_is_taken_anew(tmp_path: Path) -> None:
     first.close()
     assert second.take()
     assert (tmp_path / "run" / "lock").exists()
-
-
-def test_an_error_in_opening_a_lock(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="file"):
-        FileLock(tmp_path / "file" / "lock")

@@ -117,8 +117,8 @@ def test_any_text_survives_except_white_space(sentences: list[str]) -> None:
 
 def test_only_a_line_without_a_visible_character_is_blank() -> None:
     characters = [chr(code) for code in range(0x110000) if chr(code) != "\n" and not 0xD800 <= code < 0xE000]
-    expected = ["" if regex.fullmatch(INVISIBLE, one) else one for one in characters]
-    assert clean_lines("\n".join(characters)) == expected
+    invisible = set(regex.findall(INVISIBLE.removesuffix("*"), "".join(characters)))
+    assert clean_lines("\n".join(characters)) == ["" if one in invisible else one for one in characters]
     # Neither is an invisible character between words, nor at the ends of a line that has others.
     for text in ("a \u200b b", "\u200fא\u200f", "\ufeffa", "\xa0!", "❤️"):
         assert clean_lines(text) == [text]

@@ -15,21 +15,15 @@ from data_module.corpus.preparation import prepare
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, NoiseSettings, TextSource
 from data_module.tokenization.training import WordCounts
+from tests.data_module.test_preparation import write_pairs
 
 LIMIT = "data_module.tokenization.training._MAX_COUNTED_WORDS"
 
 
-def text_of(folder: Path, name: str, pairs: list[tuple[str, str]], **options: Any) -> TextSource:
-    for side, column in (("source", 0), ("target", 1)):
-        lines = "".join(pair[column] + "\n" for pair in pairs)
-        (folder / f"{name}.{side}").write_bytes(lines.encode(errors="surrogateescape"))
-    return TextSource(str(folder / f"{name}.source"), str(folder / f"{name}.target"), **options)
-
-
 def settings_of(folder: Path, train: list[TextSource], **options: Any) -> CorpusSettings:
     held_out = {
-        "validation": [text_of(folder, "validation", [("valid", "gültig"), ("", ""), ("a", "b")])],
-        "test": [text_of(folder, "test", [("test", "Probe")])],
+        "validation": [write_pairs(folder, "validation", [("valid", "gültig"), ("", ""), ("a", "b")])],
+        "test": [write_pairs(folder, "test", [("test", "Probe")])],
     }
     return CorpusSettings(str(folder / "corpus"), train, **(held_out | options))
 
@@ -58,7 +52,7 @@ def test_pairs_that_are_certain_to_be_dropped_do_not_count(tmp_path: Path) -> No
     ]
     settings = settings_of(
         tmp_path,
-        [text_of(tmp_path, "train", pairs)],
+        [write_pairs(tmp_path, "train", pairs)],
         max_tokens=4,
         max_length_ratio=2.0,
         drop_invalid_utf8=True,
@@ -78,8 +72,8 @@ def test_a_pair_counts_once_for_each_copy_in_the_corpus(tmp_path: Path) -> None:
     """A weight changes nothing, since it may change after preparation; a prefix is a piece of its own."""
     pairs = [("ab cd", "Ef")] * 4
     sources = [
-        text_of(tmp_path, "one", pairs, repeat=3, weight=2.5, prefix="<x>"),
-        text_of(tmp_path, "two", pairs, weight=0.5),
+        write_pairs(tmp_path, "one", pairs, repeat=3, weight=2.5, prefix="<x>"),
+        write_pairs(tmp_path, "two", pairs, weight=0.5),
     ]
     settings = settings_of(tmp_path, sources, user_symbols=["<x>"])
     assert counts_of(settings)[0] == {"ab": 16, "cd": 16, "Ef": 16}
@@ -114,7 +108,7 @@ def test_a_dropped_pair_changes_no_vocabulary(tmp_path: Path, sentences: int) ->
     noisy = [*pairs[:50], (" ".join(map(str, range(300))), "x"), *pairs[50:], ("中文", ""), pairs[7]]
     models = []
     for name, text in (("clean", pairs), ("noisy", noisy)):
-        train = [text_of(tmp_path, name, list(dict.fromkeys(pairs)) if text is pairs else text)]
+        train = [write_pairs(tmp_path, name, list(dict.fromkeys(pairs)) if text is pairs else text)]
         settings = settings_of(tmp_path, train, vocabulary_size=40, tokenizer_sentences=sentences, drop_duplicates=True)
         check_vocabulary_size(settings, check_text(settings))
         models.append(learn_tokenizer(settings, check_text(settings), progress=False).model)
@@ -125,7 +119,7 @@ def test_a_dropped_pair_changes_no_vocabulary(tmp_path: Path, sentences: int) ->
 def test_text_of_which_no_pair_is_left(tmp_path: Path, options: dict[str, Any]) -> None:
     reason = "too_long" if "max_tokens" in options else "overlap_with_test"
     pair = ("a b", "c") if "max_tokens" in options else ("test", "Probe")
-    settings = settings_of(tmp_path, [text_of(tmp_path, "train", [pair] * 3)], **options)
+    settings = settings_of(tmp_path, [write_pairs(tmp_path, "train", [pair] * 3)], **options)
     message = rf"^corpus\.train: no pair is left \({reason}: 3\); correct the text or relax the settings$"
     with pytest.raises(InputError, match=message):
         check_vocabulary_size(settings, check_text(settings))
@@ -148,7 +142,7 @@ def test_all_text_decides_which_characters_are_pieces(
     chooser = random.Random(1)
     text = [("".join(chooser.choices("abcdefgh", k=12)), "a") for _ in range(5000)]
     text += [("".join(map(chr, range(0x4E00, 0x4E00 + 100))), "a")] * 30
-    settings = settings_of(tmp_path, [text_of(tmp_path, "train", text)], **options)
+    settings = settings_of(tmp_path, [write_pairs(tmp_path, "train", text)], **options)
     for check in (check_vocabulary_size, lambda *arguments: learn_tokenizer(*arguments, progress=False)):
         with pytest.raises(InputError, match=message):
             check(settings, check_text(settings))
@@ -210,7 +204,7 @@ def test_text_without_spaces_in_another_order_gives_the_same_vocabulary(
     monkeypatch.setattr(LIMIT, 1000)
     models = []
     for text in (pairs, pairs[::-1]):
-        settings = settings_of(tmp_path, [text_of(tmp_path, "train", text)], vocabulary_size=400)  # type: ignore[arg-type]
+        settings = settings_of(tmp_path, [write_pairs(tmp_path, "train", text)], vocabulary_size=400)  # type: ignore[arg-type]
         check_vocabulary_size(settings, check_text(settings))
         models.append(learn_tokenizer(settings, check_text(settings), progress=False))
     assert models[0].model == models[1].model
@@ -221,6 +215,6 @@ def test_a_sentence_of_any_length_without_spaces_counts(tmp_path: Path) -> None:
     chooser = random.Random(1)
     syllables = [chr(0x4E00 + number) + chr(0x5E00 + number) for number in range(100)]
     pairs = [("".join(chooser.choices(syllables, k=10_000)), "a") for _ in range(3)]
-    settings = settings_of(tmp_path, [text_of(tmp_path, "train", pairs)], vocabulary_size=330, max_tokens=20_000)
+    settings = settings_of(tmp_path, [write_pairs(tmp_path, "train", pairs)], vocabulary_size=330, max_tokens=20_000)
     model = learn_tokenizer(settings, check_text(settings), progress=False)
     assert set(syllables) <= {piece.strip("\u2581") for piece in model.pieces()}

@@ -19,6 +19,7 @@ from pipeline.config.settings import RESERVED_KEYS, TRAINER_KEYS
 from tests.conftest import ROOT, tiny_recipe
 
 SLOW = ("torch", "torch._dynamo", "lightning", "sympy", "triton", "sacrebleu", "tensorboard", "sentencepiece")
+SLOW += ("datasets",)
 RUN = """
 import json, sys
 from pipeline.__main__ import main
