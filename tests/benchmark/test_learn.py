@@ -2,7 +2,6 @@
 
 import json
 import signal
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from PIL import Image
 
 from data_module.corpus.store import open_corpus
-from data_module.errors import InputError
 from pipeline.config.recipe import load_recipe
 from pipeline.runtime import signals
 from tests.benchmark import learn
@@ -54,20 +52,6 @@ def test_curves_in_turns(
     assert figures["marian"]["training"].items() >= {"label_smoothing": 0.1, "peak_learning_rate": 1e-3}.items()
     with Image.open(output / "learning.png") as picture:
         assert len(np.unique(np.asarray(picture.convert("RGB")).reshape(-1, 3), axis=0)) > 10
-
-
-def test_minutes(
-    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(learn, "UNTIMED", 1)
-    monkeypatch.setattr(learn, "TIMED", 2)
-    output = tmp_path / "output"
-    command = ["learn", str(recipe_file), "--minutes", "1e-5", "--output", str(output)]
-    command += ["--training.optimizer", "muon", "--training.muon_momentum", "0.9"]  # of ours, not of the baseline
-    assert main(command) == 0
-    figures = json.loads(capsys.readouterr().out)
-    assert figures["ours"]["update"] == figures["marian"]["update"] == 1
-    assert {path.name for path in output.iterdir()} == {"learning.jsonl", "learning.png", "run"}
 
 
 def test_a_stopped_benchmark_does_not_claim_to_resume(
@@ -143,9 +127,3 @@ def test_mistakes(recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         assert main(["learn", str(recipe_file), *words]) == 2
         assert f"{said}" in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "new").exists()
-
-
-def test_a_baseline_that_diverges_ends_in_one_line(tmp_path: Path) -> None:
-    metrics: Mapping[str, float] = {"validation/negative_log_likelihood": float("nan"), "validation/bleu": 0.0}
-    with pytest.raises(InputError, match=r"marian: the likelihood after 0 updates is not finite"):
-        Curve("marian", tmp_path).validated(metrics)

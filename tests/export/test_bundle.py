@@ -1,7 +1,6 @@
 """A bundle used without this project: by the programs of its README, in C++ and in a fresh environment."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -36,14 +35,14 @@ def python_program(bundle: Path, name: str) -> str:
     return blocks(bundle, name, "python")[0]
 
 
-def outputs(program: str, sentences: list[str], folder: Path) -> list[str]:
+def outputs(program: str, sentences: list[str], folder: Path, python: str | Path = sys.executable) -> list[str]:
     """What a program prints in the folder for each sentence in place of its own, without this project."""
     repeated = f"""import sys
 for sentence in sys.argv[1:]:
     exec({program!r}.replace('"A sentence."', repr(sentence)), {{}})
 assert not {{"model", "pipeline", "data_module", "lightning"}} & sys.modules.keys()
 """
-    command = [sys.executable, "-I", "-X", "utf8", "-W", "ignore", "-c", repeated, *sentences]
+    command = [python, "-I", "-X", "utf8", "-W", "ignore", "-c", repeated, *sentences]
     done = subprocess.run(command, cwd=folder, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
     return done.stdout.decode().removesuffix("\n").split("\n")
@@ -243,13 +242,4 @@ def test_a_consumer_in_a_fresh_environment(bundle: Path, beam: list[str], tmp_pa
         [python, "-m", "pip", "list", "--format=freeze"], capture_output=True, text=True, check=True
     )
     assert not {"lightning", "attention-pipeline", "numpy"} & {line.split("==")[0] for line in listed.stdout.split()}
-    done = subprocess.run(
-        [python, "-I", "-W", "ignore", HERE / "consumer.py", bundle / "model.ts"],
-        input="".join(sentence + "\n" for sentence in SENTENCES),
-        capture_output=True,
-        text=True,
-        check=False,
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == beam
+    assert outputs(python_program(bundle, "model.ts"), SENTENCES, bundle, python) == beam

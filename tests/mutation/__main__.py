@@ -10,6 +10,7 @@ Exit code 1 if a mutant survives that `targets.yaml` does not list as equivalent
 """
 
 import argparse
+import ast
 import gc
 import importlib
 import multiprocessing
@@ -24,12 +25,13 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from tests.mutation.mutants import Mutant, mutants_of, source_of
+from tests.mutation.mutants import mutants_of
 
 TARGETS = Path(__file__).resolve().with_name("targets.yaml")
 ROOT = TARGETS.parents[2]
@@ -55,14 +57,13 @@ def enter_copy(parent: Path) -> None:
     os.environ["PYTHONPATH"] = str(folder)
 
 
-def judge(mutant: Mutant | None, module: str, tests: list[str], limit_seconds: float) -> str:
-    """In a process of the pool: test a mutant, or the module as it is. No process is left after the limit.
+def judge(mutant: str | None, module: str, tests: list[str], limit_seconds: float) -> str:
+    """In a process of the pool: test a mutant's code, or the module as it is. No process is left after the limit.
 
     Returns "killed", "timed out", or "survived"; of the module as it is, "survived" or what pytest printed last.
     """
     if mutant:
-        source = Path(module).read_text(encoding="utf-8")
-        Path(module).write_text(source_of(mutant, source), encoding="utf-8")
+        Path(module).write_text(mutant, encoding="utf-8")
     process = FORK.Process(target=run_tests, args=(tests,))
     process.start()
     assert process.pid is not None
@@ -97,11 +98,12 @@ def outcomes(pool: ProcessPoolExecutor, module: str, target: dict[str, Any], eve
     if unchanged != "survived":
         raise SystemExit(f"{module}: its tests fail on the unchanged module: {unchanged}")
     limit = 20.0 + 4.0 * (time.monotonic() - began)
-    mutants = mutants_of(module, (ROOT / module).read_text(encoding="utf-8"))[::every]
+    found = islice(mutants_of((ROOT / module).read_text(encoding="utf-8")), 0, None, every)
+    mutants = [(mutant, ast.unparse(mutant.tree)) for mutant in found]
     judged = partial(judge, module=module, tests=target["tests"], limit_seconds=limit)
     excused = {line for lines in target.get("equivalent", {}).values() for line in lines}
     counts: Counter[str] = Counter()
-    for mutant, outcome in zip(mutants, pool.map(judged, mutants), strict=True):
+    for (mutant, _), outcome in zip(mutants, pool.map(judged, [code for _, code in mutants]), strict=True):
         is_excused = outcome == "survived" and not excused.isdisjoint((mutant.before, mutant.after))
         counts["equivalent" if is_excused else outcome] += 1
         if outcome == "survived" and not is_excused:

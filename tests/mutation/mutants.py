@@ -7,27 +7,26 @@ where they are met. Lines are those of `ast.unparse`, which has each statement o
 import ast
 from collections.abc import Iterator
 from copy import copy
-from itertools import islice
 from typing import Any, NamedTuple
 
 
 class Mutant(NamedTuple):
-    module: str
-    number: int
     line: int
     before: str
     """The statement, or the first line of one with a block."""
     after: str
+    tree: ast.Module
+    """The module with the change, until the next mutant is taken."""
 
 
 class _Change(NamedTuple):
-    line: int
-    before: str
-    after: str
+    statement: ast.AST
     node: ast.AST
     field: str
     value: Any
     """The new one of the node's field."""
+    shown: ast.AST
+    """The statement that shows the change."""
 
 
 _PAIRS: list[tuple[type[ast.AST], type[ast.AST]]] = [
@@ -45,17 +44,14 @@ _INVISIBLE_KEYWORDS = {"device", "strict"}
 """Left out, they change nothing on a CPU (`device`) or only the message of an error (`strict` of zip)."""
 
 
-def mutants_of(module: str, source: str) -> list[Mutant]:
-    """Return all mutants of a module."""
-    return [Mutant(module, number, *change[:3]) for number, change in enumerate(_changes(ast.parse(source)))]
-
-
-def source_of(mutant: Mutant, source: str) -> str:
-    """Return the whole module with the mutant's change."""
+def mutants_of(source: str) -> Iterator[Mutant]:
+    """Yield all mutants of a module."""
     tree = ast.parse(source)
-    change = next(islice(_changes(tree), mutant.number, None))
-    setattr(change.node, change.field, change.value)
-    return ast.unparse(tree)
+    for statement, node, field, value, shown in _changes(tree):
+        before, kept = _first_line(statement), getattr(node, field)
+        setattr(node, field, value)
+        yield Mutant(getattr(statement, "lineno", 0), before, _first_line(shown), tree)
+        setattr(node, field, kept)
 
 
 def _changes(owner: ast.AST) -> Iterator[_Change]:
@@ -63,17 +59,11 @@ def _changes(owner: ast.AST) -> Iterator[_Change]:
     for field in _BLOCKS:
         block = getattr(owner, field, None)
         for place, statement in enumerate(block if isinstance(block, list) else []):
-            before, line = _first_line(statement), getattr(statement, "lineno", 0)
             for other in _statements(statement):
-                value = [*block[:place], other, *block[place + 1 :]]
-                yield _Change(line, before, _first_line(other), owner, field, value)
+                yield _Change(statement, owner, field, [*block[:place], other, *block[place + 1 :]], other)
             for node in _visible(statement):
                 for name, value in _expressions(node):
-                    kept = getattr(node, name)
-                    setattr(node, name, value)
-                    after = _first_line(statement)
-                    setattr(node, name, kept)
-                    yield _Change(line, before, after, node, name, value)
+                    yield _Change(statement, node, name, value, statement)
             yield from _changes(statement)
 
 
