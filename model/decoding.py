@@ -290,8 +290,7 @@ def prefix_lengths(
         vocabulary_size: V.
         special: ids of the begin, end and padding symbols.
 
-    Raises:
-        ValueError: a prefix is not made of pieces, or is as long as the limit.
+    Raises ValueError if a prefix is not made of pieces, or is as long as the limit.
     """
     bos_id, eos_id, pad_id = special
     if target_prefix.dtype != torch.int64 or target_prefix.size()[:-1] != limits.size():
@@ -322,8 +321,7 @@ class BeamSearch(nn.Module):
     def __init__(self, network: Transformer, bos_id: int, eos_id: int, pad_id: int) -> None:
         """Take the network, and the ids of the begin, end and padding symbols.
 
-        Raises:
-            ValueError: the three ids are not distinct, or one is outside the vocabulary.
+        Raises ValueError if the three ids are not distinct, or one is outside the vocabulary.
         """
         super().__init__()
         self.network = PaddedTransformer(network)
@@ -382,8 +380,7 @@ class BeamSearch(nn.Module):
             target_prefix: int64 ids [B, P], padded on the right: the tokens that each answer begins with, fewer than
                 its limit. Their log-probability is part of the answer's. None if none are given.
 
-        Raises:
-            ValueError: an argument is out of bounds.
+        Raises ValueError if an argument is out of bounds.
         """
         options = BeamArguments(beam_size, length_penalty, max_extra_tokens, n_best, stop_rule == "first")
         if not options.stops_at_first and stop_rule != "exact":
@@ -412,8 +409,7 @@ class BeamSearch(nn.Module):
                 other sentences.
             sampling: how tokens are drawn.
 
-        Raises:
-            ValueError: an argument is out of bounds.
+        Raises ValueError if an argument is out of bounds.
         """
         options = BeamArguments(1, length_penalty, max_extra_tokens, 1, False, sampling)
         check_search(source, source_mask, options, lines, self.vocabulary_size, self.max_positions)

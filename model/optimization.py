@@ -93,8 +93,7 @@ SCHEDULES: Registry[Callable[[TrainingSettings, int, int], Schedule]] = Registry
 def build_schedule(settings: TrainingSettings, d_model: int, max_steps: int) -> Schedule:
     """Return the schedule that `settings.schedule` names; `max_steps` is -1 if the run's last step is not known.
 
-    Raises:
-        ValueError: no schedule of that name is registered.
+    Raises ValueError if no schedule of that name is registered.
     """
     return SCHEDULES[settings.schedule](settings, d_model, max_steps)
 
@@ -119,8 +118,7 @@ def adam(parameters: Iterable[nn.Parameter], settings: TrainingSettings) -> Opti
 def muon(parameters: Iterable[nn.Parameter], settings: TrainingSettings) -> Optimizer:
     """Return Muon for the projections of attention and feed-forward networks, and `adam` for all other parameters.
 
-    Raises:
-        ValueError: no parameter is such a projection.
+    Raises ValueError if no parameter is such a projection.
     """
     parameters = list(parameters)
     projections = [parameter for parameter in parameters if hasattr(parameter, "projections")]
@@ -142,8 +140,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], settings: TrainingSettin
 
     Its learning rate has no effect: the schedule sets the rate before each step.
 
-    Raises:
-        ValueError: no optimizer of that name is registered.
+    Raises ValueError if no optimizer of that name is registered.
     """
     return OPTIMIZERS[settings.optimizer](parameters, settings)
 

@@ -144,8 +144,7 @@ def flash_attention(inputs: list[Tensor], segments: Segments, num_heads: int, d_
     Returns:
         [R, H * V].
 
-    Raises:
-        ValueError: there is dropout, which PyTorch's kernel does not have.
+    Raises ValueError if there is dropout, which PyTorch's kernel does not have.
     """
     if dropout:
         raise ValueError("flash attention has no dropout")

@@ -61,8 +61,7 @@ class TranslationModule(LightningModule):
     ) -> None:
         """Initialize the network; `seed` is that of dropout.
 
-        Raises:
-            ValueError: the settings name a part that is not registered.
+        Raises ValueError if the settings name a part that is not registered.
         """
         super().__init__()
         self.automatic_optimization = False

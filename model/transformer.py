@@ -76,8 +76,7 @@ class LearnedPositions(nn.Module):
     def forward(self, start: int, length: int) -> Tensor:
         """Return the encodings [length, D] of positions start to start + length - 1.
 
-        Raises:
-            ValueError: a position is `max_positions` or more.
+        Raises ValueError if a position is `max_positions` or more.
         """
         if start + length > self.max_positions:
             raise ValueError(
@@ -108,8 +107,7 @@ class Transformer(nn.Module):
     def __init__(self, vocabulary_size: int, settings: NetworkSettings) -> None:
         """Initialize the weights at random, with PyTorch's global generator.
 
-        Raises:
-            ValueError: the settings name a norm, activation or attention that is not registered.
+        Raises ValueError if the settings name a norm, activation or attention that is not registered.
         """
         super().__init__()
         d_model = settings.d_model

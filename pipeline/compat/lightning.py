@@ -89,10 +89,7 @@ class RankObserver(threading.Thread):
 
     Lightning's own observer does so at once, with SIGKILL: rank 0 could not report its error, and the run's exit code
     would be that of the signal. An error of all ranks, such as a full disk, rarely ends them at the same moment.
-
-    Args:
-        ranks: the processes of ranks 1, 2 ... of this node.
-        patience_seconds: how long rank 0 may take to end by itself.
+    `ranks` are the processes of ranks 1, 2 ... of this node.
     """
 
     def __init__(self, ranks: list[subprocess.Popen[bytes]], patience_seconds: float = 20) -> None:

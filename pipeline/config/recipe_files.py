@@ -221,8 +221,7 @@ def copy_recipe(name: str, to: Path | None) -> list[Path]:
     Returns:
         The files written, the recipe first. A recipe that it extends is left out if it already exists.
 
-    Raises:
-        InputError: there is no such recipe, or a file would be overwritten.
+    Raises InputError if there is no such recipe, or a file would be overwritten.
     """
     recipes = shipped_recipes()
     if name not in recipes:

@@ -348,11 +348,8 @@ class Rendezvous:
         missing = silent_ranks(store, [_connected(rank) for rank in range(self.size)])
         heard = {read(store, _connected(rank))["node"] for rank in range(self.size) if rank not in missing}
         silent = [node for node in self.nodes if node not in heard]
-        return (
-            f"ranks {first_of(missing, 16, ', ')}" + (f" (all of {first_of(silent, 16, ', ')})" if silent else "")
-            if missing
-            else ""
-        )
+        nodes = f" (all of {first_of(silent, 16, ', ')})" if silent else ""
+        return f"ranks {first_of(missing, 16, ', ')}{nodes}" if missing else ""
 
     def _wait_for_outcome(self, store: dist.Store) -> tuple[str, bool]:
         """Wait for the outcome that rank 0 posts in `_wait_for_all`, and return it."""
