@@ -1,23 +1,22 @@
-"""TensorBoard of a run and of a killed and resumed run, opened in a browser and read from the page.
+"""TensorBoard of a run and of a killed and resumed run: what is in the files, and what its server answers."""
 
-The screenshots go to the folder in SCREENSHOTS, or to a temporary one. Two of them are in docs/screenshots/.
-"""
-
+import html
 import json
-import os
 import shutil
 import subprocess
 import sys
 import time
+import urllib.parse
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipeline.checkpointing.run_folder import read_metrics
 from tests.conftest import pipeline
-from tests.integration.browser import Browser
 from tests.integration.runs import accumulator, checkpoints, kill, scalars, start
 
 pytestmark = pytest.mark.slow
@@ -70,24 +69,10 @@ def address(runs: Path) -> Iterator[str]:
     process.stderr.close()
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    browser = Browser(tmp_path_factory.mktemp("browser") / "profile")
-    yield browser
-    browser.close()
-
-
-@pytest.fixture(scope="module")
-def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(os.environ.get("SCREENSHOTS") or tmp_path_factory.mktemp("screenshots"))
-
-
-def show(browser: Browser, address: str, tab: str, words: str) -> None:
-    """Open a tab, and wait for the words that appear last."""
-    browser.open("about:blank")
-    # Screenshots do not contain what is drawn with WebGL.
-    browser.open(f"{address}?forceSVG=true#{tab}")
-    browser.wait_for_text(words)
+def answer(address: str, route: str, **query: str) -> Any:
+    local = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with local.open(f"{address}data/{route}?{urllib.parse.urlencode(query)}", timeout=60) as page:
+        return json.load(page)
 
 
 def test_events_hold_what_the_run_computed(runs: Path) -> None:
@@ -125,70 +110,32 @@ def texts(events: EventAccumulator, tag: str) -> list[tuple[int, str]]:
     return [(event.step, event.tensor_proto.string_val[0].decode()) for event in found]
 
 
-def test_the_first_screen(browser: Browser, address: str, runs: Path, screenshots: Path) -> None:
-    show(browser, address, "timeseries", "\n/perplexity")
-    groups = "window.__all().filter(e => e.matches('.group-title')).map(e => e.innerText.trim())"
-    assert browser.run(groups) == ["Pinned", *GROUPS]
-    card = "window.__all().filter(e => e.tagName === 'SCALAR-CARD' && e.innerText.includes('/loss'))[0].innerText"
-    browser.wait(f"({card}).includes('whole/tensorboard') && ({card}).includes('killed/tensorboard')")
-    rows = browser.run(card).replace("\n", " ").split("Relative")[1].split()
-    for name in ("whole", "killed"):
-        step, loss = scalars(runs / name, "train/loss")[-1]
-        at = rows.index(f"{name}/tensorboard")
-        _smoothed, value, shown_step = rows[at + 1 : at + 4]
-        assert float(value) == pytest.approx(loss, abs=1e-4)
-        assert int(shown_step) == step
-    time.sleep(1)
-    browser.screenshot(screenshots / "time_series.png")
-
-
-def test_curves_by_question(browser: Browser, address: str, screenshots: Path) -> None:
-    show(browser, address, "custom_scalars", "Learning")
-    # Six charts, each with both runs' curves.
-    matches = "window.__text().match(/Matches \\(\\d+\\)/g) || []"
-    browser.wait(f"({matches}).length >= 6 && !({matches}).includes('Matches (0)')")
-    time.sleep(1)
-    browser.screenshot(screenshots / "questions.png")
-
-
-def test_translations(browser: Browser, address: str, runs: Path, screenshots: Path) -> None:
-    show(browser, address, "text", "validation/translations_worst")
-    _, page = texts(accumulator(runs / "killed"), "validation/translations")[-1]
-    first = [cell.strip() for cell in page.splitlines()[4].strip("| ").split(" | ")]
-    cells = "window.__all().filter(e => e.tagName === 'TR').map(e => [...e.children].map(c => c.innerText.trim()))"
-    browser.wait(f"({cells}).some(row => JSON.stringify(row) === JSON.stringify({json.dumps(first)}))")
-    # The group above, which describes the run, would fill the screenshot.
-    browser.click("button.heading", "run")
-    time.sleep(1)
-    browser.screenshot(screenshots / "translations.png")
-
-
-def test_attention(browser: Browser, address: str, screenshots: Path) -> None:
-    show(browser, address, "images", "validation_attention/cross_1")
-    sizes = "window.__all().filter(e => e.tagName === 'IMG' && e.naturalWidth > 200).map(e => e.naturalHeight)"
-    browser.wait(f"({sizes}).length >= 6")
-    browser.screenshot(screenshots / "pictures.png")
-    # Pixels of a heat map: white, and the dark of what is attended to.
-    first = "window.__all().filter(e => e.tagName === 'IMG' && e.naturalWidth > 200)[0]"
-    browser.run(
-        f"(i => {{ const c = document.createElement('canvas'); c.width = i.naturalWidth; c.height = i.naturalHeight;"
-        f" const x = c.getContext('2d'); x.drawImage(i, 0, 0);"
-        f" window.__pixels = [...x.getImageData(0, 0, c.width, c.height).data]; }})({first})"
-    )
-    blue = "window.__pixels.filter((v, i) => i % 4 === 2 && v > window.__pixels[i - 2] + 10).length"
-    assert browser.run(blue) > 100
-
-
-def test_embeddings_as_points(browser: Browser, address: str, screenshots: Path) -> None:
-    show(browser, address, "projector", "Total variance described")
-    browser.wait("/Points:\\s*56/.test(window.__text()) && /Dimension:\\s*16/.test(window.__text())")
-    time.sleep(3)
-    browser.screenshot(screenshots / "projector.png")
-
-
-def test_a_sweep_compares_itself(browser: Browser, address: str, runs: Path, screenshots: Path) -> None:
-    show(browser, address, "hparams", "killed/tensorboard")
-    browser.wait_for_text("validation/best_bleu")
-    text = browser.text()
-    assert "network.d_model" in text
-    browser.screenshot(screenshots / "sweep.png")
+def test_the_server_has_curves_charts_pages_pictures_and_points(address: str, runs: Path) -> None:
+    """What the pages of TensorBoard's tabs ask it for, of both runs."""
+    names = [f"{name}/tensorboard" for name in ("killed", "whole")]
+    complete = dict.fromkeys(names, PICTURES | {"validation_attention/positions"})
+    deadline = time.monotonic() + 120
+    while {name: set(tags) for name, tags in answer(address, "plugin/images/tags").items()} != complete:
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    time.sleep(2)  # It reads the rest of the files.
+    layout = answer(address, "plugin/custom_scalars/layout")
+    learning = layout["category"][0]
+    assert (learning["title"], len(learning["chart"])) == ("Learning", 6)
+    for name, run in zip(names, (runs / "killed", runs / "whole"), strict=True):
+        tags = set(answer(address, "plugin/scalars/tags")[name])
+        assert {tag.partition("/")[0] for tag in tags} == set(GROUPS) - {"validation_attention"}
+        _, step, loss = answer(address, "plugin/scalars/scalars", run=name, tag="train/loss")[-1]
+        assert (step, loss) == scalars(run, "train/loss")[-1]
+        for tag in (tag for chart in learning["chart"] for tag in chart["multiline"]["tag"]):
+            found = answer(address, "plugin/custom_scalars/scalars", run=name, tag=tag)
+            assert found["regex_valid"], tag
+            assert found["tag_to_events"], tag
+        page = answer(address, "plugin/text/text", run=name, tag="validation/translations/text_summary")[-1]["text"]
+        row = texts(accumulator(run), "validation/translations")[-1][1].splitlines()[4]
+        assert all(f"<td>{html.escape(cell.strip())}</td>" in page for cell in row.strip("| ").split(" | "))
+        [points] = answer(address, "plugin/projector/info", run=name)["embeddings"]
+        assert points["tensorShape"] == [56, 16]
+    sweep = answer(address, "plugin/hparams/experiment", request="{}")
+    assert "network.d_model" in {one["name"] for one in sweep["hparamInfos"]}
+    assert "validation/best_bleu" in {one["name"]["tag"] for one in sweep["metricInfos"]}
