@@ -7,11 +7,11 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
+import yaml
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, tiny_recipe
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import NO_GPUS, train
 
@@ -60,13 +60,6 @@ if "doctor" in sys.argv and "RESTARTS_IN_JOB" not in os.environ:
 """sitecustomize.py of ranks of which, at the first start, rank 1 is late and the other waits for 8 seconds only."""
 BROKEN_NODE = "export GLOO_SOCKET_IFNAME=ib7 PYTHONPATH=OTHER; cd COPY"
 """Three faults of a node."""
-BROKEN_RECIPE: dict[str, Any] = {
-    "options": "--corpus.folder new --corpus.source_language en --corpus.target_language de "
-    "--corpus.train '[{source: none.en, target: none.de}, {dataset: none/such, split: train}]' "
-    "--run.keep_last 1000000000 --trainer.accelerator gpu",
-    "whole_step": {"PYTHONPATH": "WITHOUT_DATASETS"},
-}
-"""Four faults of a recipe."""
 SECOND = r"\[127\.0\.0\.12 rank 1\]"
 FAULTS = {
     "a name that does not resolve": Fault(
@@ -105,28 +98,14 @@ FAULTS = {
         r"127\.0\.0\.12 rank 1\]",
         options="--run.folder /sys/run",
     ),
-    "a data set in place of files, and no library for it": Fault(
-        r"data set none/such .*; it needs: \.venv/bin/pip install -c constraints\.txt -e '\.\[datasets\]'",
-        **BROKEN_RECIPE,
-    ),
     "a rank that hangs": Fault(
         r"ranks 1 do not respond: they hang or are disconnected; check their nodes "
         r"\[127\.0\.0\.11 rank 0\]",
         whole_step={"PYTHONPATH": "HANGS"},
     ),
-    "no srun": Fault(r"the job has 2 tasks and this process was not started by srun; start it with srun", srun=""),
     "the terminal of srun --pty": Fault(
         r"the step has 2 tasks, and only this one runs in the terminal of srun --pty; start ranks with srun --overlap",
         srun="in_terminal srun --kill-on-bad-exit=1 --pty",
-    ),
-    "no text": Fault(r"text none\.en is missing; put it there", **BROKEN_RECIPE),
-    "a disk that is too small": Fault(
-        r"GiB free for checkpoints, which need [\d,.]+ GiB; lower run\.keep_last",
-        **BROKEN_RECIPE,
-    ),
-    "a recipe for GPUs where none are": Fault(
-        r"trainer\.accelerator gpu: torch finds no GPU; .* or set it to cpu",
-        **BROKEN_RECIPE,
     ),
 }
 
@@ -134,14 +113,10 @@ FAULTS = {
 @pytest.fixture(scope="module")
 def said(whole_cluster: Cluster, tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The output of doctor for each fault and for none: a job with a step for each of them."""
-    from tests.conftest import tiny_recipe
-
     if shutil.which("bindfs") is None:
         pytest.skip("bindfs is not installed: apt-get install bindfs")
     folder, mounted = tmp_path_factory.mktemp("doctor"), tmp_path_factory.mktemp("mounted")
     recipe = folder / "tiny.yaml"
-    import yaml
-
     values = tiny_recipe(tiny_corpus.parent)
     values["corpus"]["folder"], values["run"]["folder"] = "corpus", "run"
     recipe.write_text(yaml.safe_dump(values))
@@ -153,12 +128,9 @@ def said(whole_cluster: Cluster, tiny_corpus: Path, tmp_path_factory: pytest.Tem
         file.write(b"\xff")
     (folder / "other" / "lightning-0.1.dist-info").mkdir(parents=True)
     (folder / "other" / "lightning-0.1.dist-info" / "METADATA").write_text("Name: lightning\nVersion: 0.1\n")
-    (folder / "without").mkdir()
-    (folder / "without" / "sitecustomize.py").write_text("import sys\nsys.modules['datasets'] = None\n")
     (folder / "hangs").mkdir()
     (folder / "hangs" / "sitecustomize.py").write_text(HANGS)
-    places = {"ELSEWHERE": "elsewhere", "COPY": "copy", "OTHER": "other", "MOUNTED": str(mounted)}
-    places |= {"WITHOUT_DATASETS": "without", "HANGS": "hangs"}
+    places = {"ELSEWHERE": "elsewhere", "COPY": "copy", "OTHER": "other", "MOUNTED": str(mounted), "HANGS": "hangs"}
 
     def placed(text: str) -> str:
         for place, path in places.items():
