@@ -25,7 +25,6 @@ from model.backend import Backend
 from model.loss import PYTORCH_LOSS, LossSums
 from model.training_module import TranslationModule
 from pipeline.__main__ import main
-from pipeline.checkpointing import run_folder
 from pipeline.runtime import backend
 from pipeline.runtime.launch import process_rank
 from tests.model.sentence_batches import sentence_by_sentence
@@ -103,15 +102,6 @@ def slow_rank() -> None:
 
 def nothing() -> None:
     """The program as it is."""
-
-
-def stale_checkpoint() -> None:
-    """Rank 1 finds the oldest checkpoint instead of the newest.
-
-    This happens when another job writes a checkpoint while rank 0 waits for that job to end.
-    """
-    if process_rank() == 1:
-        run_folder.latest_valid = lambda run: (run_folder.step_checkpoints(run)[0], [])
 
 
 def other_backend() -> None:

@@ -12,10 +12,10 @@ import torch
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline import load
 from pipeline.checkpointing.checkpoint import read_checkpoint
-from pipeline.checkpointing.run_folder import STOPPED_EARLY, read_metrics
+from pipeline.checkpointing.run_folder import STARTS, STOPPED_EARLY, read_metrics
 from pipeline.config.recipe import load_recipe
 from pipeline.training.start import finished_reason
-from tests.conftest import pipeline
+from tests.conftest import pipeline, refusal, run_here
 from tests.integration.runs import accumulator, checkpoints, scalars, start, step_of
 
 
@@ -25,7 +25,13 @@ def weights(run: Path, step: int = 12) -> dict[str, torch.Tensor]:
 
 
 def fit(recipe: Path, run: Path, *arguments: object) -> Path:
-    done = pipeline("fit", "--config", recipe, "--run.folder", run, *arguments)
+    run_here("fit", recipe, "--run.folder", run, *arguments)
+    return run
+
+
+def fit_apart(recipe: Path, run: Path, *arguments: object) -> Path:
+    """In processes of their own: for several ranks, and to compare bits with another process."""
+    done = pipeline("fit", recipe, "--run.folder", run, *arguments)
     assert done.returncode == 0, done.stderr.decode()
     return run
 
@@ -45,7 +51,7 @@ def test_ranks_and_micro_batches_change_nothing(recipe_file: Path, tmp_path: Pat
     # The same global batches in smaller micro-batches, on one device and on two.
     options += ["--batches.max_tokens_per_device", 100]
     many = fit(recipe_file, tmp_path / "many", *options)
-    two = fit(recipe_file, tmp_path / "two", *options, "--trainer.devices", 2)
+    two = fit_apart(recipe_file, tmp_path / "two", *options, "--trainer.devices", 2)
     initial = torch.load(one / "checkpoints" / "step=00000004.ckpt", weights_only=True)["state_dict"]
     moved = max((initial[name] - weight).abs().max().item() for name, weight in weights(one).items())
     assert moved > 0.01  # the weights have changed since the first checkpoint
@@ -60,7 +66,7 @@ def test_ranks_and_micro_batches_change_nothing(recipe_file: Path, tmp_path: Pat
 def test_the_likelihood_of_averaged_weights_chooses(recipe_file: Path, tmp_path: Path, tiny_corpus: Path) -> None:
     """On two ranks, without translations. The truth is the sum of the log-probabilities of all validation pairs."""
     options = ["--run.best_by", "likelihood", "--run.validation_translations", 0, "--training.ema_decay", 0.9]
-    run = fit(recipe_file, tmp_path / "run", *options, "--trainer.devices", 2)
+    run = fit_apart(recipe_file, tmp_path / "run", *options, "--trainer.devices", 2)
     tag = "validation/negative_log_likelihood"
     logged = {line["step"]: line for line in read_metrics(run) if tag in line}
     assert not [name for line in logged.values() for name in line if "bleu" in name]
@@ -75,22 +81,18 @@ def test_the_likelihood_of_averaged_weights_chooses(recipe_file: Path, tmp_path:
     num_tokens = sum(len(ids) + 1 for ids in Tokenizer.load(tiny_corpus / "tokenizer.model").encode(targets))
     total = sum(score.log_probability for score in model.score(sources, targets))
     assert logged[best][tag] == pytest.approx(-total / num_tokens, rel=1e-5)
-    done = pipeline("average", run, "--best", 1)
-    assert f"best validation: step {best}: negative log-likelihood {logged[best][tag]:.4f}" in done.stderr.decode()
+    _, said = run_here("average", run, "--best", 1)
+    assert f"best validation: step {best}: negative log-likelihood {logged[best][tag]:.4f}" in said
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_killed_and_resumed_equals_uninterrupted(recipe_file: Path, tmp_path: Path, workers: int) -> None:
-    """Bit for bit, with dropout, or with all regularization. Steps after the last checkpoint are repeated."""
-    options = ["--network.dropout", 0.3, "--batches.workers", workers, "--trainer.max_steps", 24]
-    options += ["--trainer.val_check_interval", 12]
-    if workers:
-        options += ["--network.attention_dropout", 0.2, "--network.activation_dropout", 0.1]
-        options += ["--training.r_drop_alpha", 5, "--training.weight_decay", 0.1, "--training.ema_decay", 0.9]
-        options += ["--training.schedule", "cosine", "--training.peak_learning_rate", 0.01]
-        options += ["--training.optimizer", "muon"]
-        options += ["--trainer.precision", "bf16-mixed"]
-    whole = fit(recipe_file, tmp_path / "whole", *options)
+def test_killed_and_resumed_equals_uninterrupted(recipe_file: Path, tmp_path: Path) -> None:
+    """Bit for bit, with all regularization; test_kills.py has dropout. Steps after the last checkpoint are repeated."""
+    options = ["--network.dropout", 0.3, "--batches.workers", 2, "--trainer.max_steps", 24]
+    options += ["--network.attention_dropout", 0.2, "--network.activation_dropout", 0.1, "--training.r_drop_alpha", 5]
+    options += ["--training.weight_decay", 0.1, "--training.ema_decay", 0.9, "--training.optimizer", "muon"]
+    options += ["--training.schedule", "cosine", "--training.peak_learning_rate", 0.01]
+    options += ["--trainer.precision", "bf16-mixed", "--trainer.val_check_interval", 12]
+    whole = fit_apart(recipe_file, tmp_path / "whole", *options)
     run = tmp_path / "killed"
     kills = 0
     for kept in (8, 12, 20):  # step 12 is also validated
@@ -101,7 +103,7 @@ def test_killed_and_resumed_equals_uninterrupted(recipe_file: Path, tmp_path: Pa
         process.kill()
         process.wait()
     assert kills
-    fit(recipe_file, run, *options)
+    fit_apart(recipe_file, run, *options)
     assert_equal(whole, run, step=24)
     assert scalars(whole, "train/loss") == scalars(run, "train/loss")
     assert scalars(whole, "validation/bleu") == scalars(run, "validation/bleu")
@@ -119,6 +121,10 @@ def test_output(recipe_file: Path, tmp_path: Path) -> None:
     )
     assert [line for line in lines if not re.match(own, line)] == []
     assert len(lines) == 11
+    chosen = "precision 32-true, attention plain, loss C++, compilation none"
+    assert sum(line.startswith(f"backend: {chosen}, ") for line in lines) == 1
+    [start] = [json.loads(line) for line in (tmp_path / "run" / STARTS).read_text().splitlines()]
+    assert ", ".join(f"{part} {choice}" for part, choice in start["backend"].items()).startswith(chosen)
     resumed = pipeline(*command, "--trainer.max_steps", 14)
     _, changed, *others = resumed.stderr.decode().splitlines()
     assert changed == "changed since the last start: trainer.max_steps was 12, now 14"
@@ -127,23 +133,18 @@ def test_output(recipe_file: Path, tmp_path: Path) -> None:
 
 def test_early_stopping_by_patience(recipe_file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    options = ["--config", recipe_file, "--run.folder", run, "--run.patience", 2, "--trainer.val_check_interval", 2]
+    options = ["fit", recipe_file, "--run.folder", run, "--run.patience", 2, "--trainer.val_check_interval", 2]
     options += ["--training.learning_rate_factor", 1e-6, "--trainer.max_steps", 40]
-    done = pipeline("fit", *options)
-    assert done.returncode == 0
-    assert b"after 2 validations without a better BLEU" in done.stderr
-    steps = [int(path.stem.removeprefix("step=")) for path in (run / "checkpoints").glob("step=*")]
-    assert max(steps) < 40
-    again = pipeline("fit", *options)
-    assert f"stopped early at step {max(steps)}" in again.stderr.decode()
-    assert again.returncode == 0
-    assert max(int(path.stem.removeprefix("step=")) for path in (run / "checkpoints").glob("step=*")) == max(steps)
-    more = pipeline("fit", *options, "--run.patience", 4)
-    assert more.returncode == 0, more.stderr.decode()
-    again = pipeline("fit", *options, "--run.patience", 4)
-    assert f"stopped early at step {max(steps) + 4} after 4 validations" in again.stderr.decode()
-    without = pipeline("fit", *options, "--run.patience", "null", "--trainer.max_steps", max(steps) + 5)
-    assert (without.returncode, b"callbacks" in without.stderr) == (0, False), without.stderr.decode()
+    assert "after 2 validations without a better BLEU" in run_here(*options)[1]
+    last = step_of(checkpoints(run)[-1])
+    assert last < 40
+    assert f"stopped early at step {last}" in run_here(*options)[1]
+    assert step_of(checkpoints(run)[-1]) == last
+    run_here(*options, "--run.patience", 4)
+    again = run_here(*options, "--run.patience", 4)[1]
+    assert f"stopped early at step {last + 4} after 4 validations" in again
+    without = run_here(*options, "--run.patience", "null", "--trainer.max_steps", last + 5)[1]
+    assert "callbacks" not in without
 
 
 def test_when_a_run_has_finished(recipe_file: Path, tmp_path: Path) -> None:
@@ -157,6 +158,8 @@ def test_when_a_run_has_finished(recipe_file: Path, tmp_path: Path) -> None:
         assert reason(8, *other) is None
     assert reason(10, "--run.patience", "2") is None  # trained on since then, with more patience
     assert "finished at step 12; raise trainer.max_steps" in (reason(12) or "")
+    linear = ["--training.schedule", "linear", "--training.peak_learning_rate", "0.01"]
+    assert reason(12, *linear) == "finished at step 12, where training.schedule linear ends"
 
 
 def test_resuming_from_the_newest_valid_checkpoint(recipe_file: Path, tmp_path: Path) -> None:
@@ -166,10 +169,9 @@ def test_resuming_from_the_newest_valid_checkpoint(recipe_file: Path, tmp_path: 
     # Until step 12 is reached again, the truncated checkpoint does not count for keep_last.
     fit(recipe_file, run, "--run.keep_last", 1, "--run.checkpoint_every_steps", 1, "--trainer.max_steps", 10)
     assert sorted(path.name for path in (run / "checkpoints").glob("step=*")) == ["step=00000010.ckpt", newest.name]
-    done = pipeline("fit", "--config", recipe_file, "--run.folder", run)
-    assert done.returncode == 0, done.stderr.decode()
-    assert "step=00000012.ckpt: is incomplete; skipped" in done.stderr.decode()
-    assert "resuming from" in done.stderr.decode()
+    _, said = run_here("fit", recipe_file, "--run.folder", run)
+    assert "step=00000012.ckpt: is incomplete; skipped" in said
+    assert "resuming from" in said
     assert_equal(run, fit(recipe_file, tmp_path / "again"))
 
 
@@ -180,38 +182,27 @@ def test_a_corpus_copied_without_its_texts(tiny_corpus: Path, recipe_file: Path,
         for side in ("source", "target"):
             (tmp_path / f"{split}.{side}").write_text((tiny_corpus.parent / f"{split}.{side}").read_text())
             options += [f"--corpus.{split}.{side}", tmp_path / f"{split}.{side}"]
-    assert pipeline("prepare", "--config", recipe_file, *options, "--force").returncode == 0
+    run_here("prepare", recipe_file, *options, "--force")
     (tmp_path / "train.source").unlink()
     fit(recipe_file, tmp_path / "run", *options)
-    refused = pipeline(
-        "fit", "--config", recipe_file, "--run.folder", tmp_path / "other", *options, "--corpus.max_tokens", 9
-    )
-    assert refused.returncode == 2
-    assert b"max_tokens" in refused.stderr
+    other = ["--run.folder", tmp_path / "other", *options, "--corpus.max_tokens", 9]
+    assert "max_tokens" in refusal("fit", recipe_file, *other)
 
 
 def test_configured_plots(recipe_file: Path, tmp_path: Path) -> None:
     """The encoder has three layers and the decoder one. By default, the first and the last of each stack are drawn."""
     depths = ["--network.num_encoder_layers", 3, "--network.num_decoder_layers", 1, "--trainer.max_steps", 6]
     one_head = ["--monitoring.attention_sentences", "[7]", "--monitoring.attention_heads", "[1]"]
-    run = fit(recipe_file, tmp_path / "run", *depths, *one_head, "--monitoring.embedding_pieces", 9)
-    assert pictures(run) == {
-        *(f"validation_attention/{kind}_1" for kind in ("encoder", "decoder", "cross")),
-        "validation_attention/positions",
-    }
+    layers: list[list[object]] = [[], ["--monitoring.attention_layers", "[1, 2]"]]
+    for options, kinds in zip(layers, (("encoder", "decoder", "cross"), ("encoder",)), strict=True):
+        run = fit(recipe_file, tmp_path / kinds[-1], *depths, *one_head, "--monitoring.embedding_pieces", 9, *options)
+        pictures = {*(f"validation_attention/{kind}_1" for kind in kinds), "validation_attention/positions"}
+        assert set(accumulator(run).Tags()["images"]) == pictures
     pieces = (run / "tensorboard" / "embeddings.tsv").read_text().splitlines()
     assert len(pieces) == 1 + 9
     counts = [int(line.split("\t")[1]) for line in pieces[1:]]
     assert counts == sorted(counts, reverse=True)
     assert (run / "tensorboard" / "embeddings.bytes").stat().st_size == 9 * 16 * 4
-    later = fit(recipe_file, tmp_path / "later", *depths, *one_head, "--monitoring.attention_layers", "[1, 2]")
-    assert pictures(later) == {"validation_attention/encoder_1", "validation_attention/positions"}
-    none = fit(recipe_file, tmp_path / "none", *depths, "--monitoring.attention_sentences", "[]")
-    assert pictures(none) == {"validation_attention/positions"}
-
-
-def pictures(run: Path) -> set[str]:
-    return set(accumulator(run).Tags()["images"])
 
 
 def test_fresh_removes_the_run_and_nothing_else(recipe_file: Path, tmp_path: Path) -> None:
@@ -220,8 +211,7 @@ def test_fresh_removes_the_run_and_nothing_else(recipe_file: Path, tmp_path: Pat
     (run / "average-mine.ckpt").write_text("of the old run")
     (run / "checkpoints" / ".step=00000012.ckpt.99.tmp").write_text("half")
     # An invalid recipe is refused before the old run is removed.
-    refused = pipeline("fit", "--config", recipe_file, "--run.folder", run, "--fresh", "--batches.batch_tokens", 5)
-    assert refused.returncode == 2
+    refusal("fit", recipe_file, "--run.folder", run, "--fresh", "--batches.batch_tokens", 5)
     assert weights(run)
     for name in ("checkpoints", "tensorboard"):  # as on a disk for large files
         (run / name).rename(tmp_path / name)
@@ -244,6 +234,6 @@ def test_a_rank_without_validation_pairs(tiny_corpus: Path, recipe_file: Path, t
     short = [f"--corpus.validation.{side}={tmp_path / side}" for side in ("source", "target")]
     short += ["--corpus.folder", tmp_path / "corpus", "--training.adam_epsilon", 1e-3]
     one = fit(recipe_file, tmp_path / "one", *short)
-    two = fit(recipe_file, tmp_path / "two", *short, "--trainer.devices", 2)
+    two = fit_apart(recipe_file, tmp_path / "two", *short, "--trainer.devices", 2)
     for tag in ("validation/loss", "validation/bleu"):
         assert scalars(two, tag) == [(step, pytest.approx(value, abs=1e-4)) for step, value in scalars(one, tag)]

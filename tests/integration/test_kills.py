@@ -190,15 +190,14 @@ def test_twenty_kills(recipe_file: Path, tmp_path: Path) -> None:
     assert position(torch.load(newest, weights_only=True, mmap=True))["epoch"] >= 5
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_child_processes_of_a_killed_run_end(recipe_file: Path, tmp_path: Path, devices: int) -> None:
+def test_child_processes_of_a_killed_run_end(recipe_file: Path, tmp_path: Path) -> None:
     """Ranks and loader workers of a killed process end by themselves, and do not block the next start."""
     command = ["fit", "--config", recipe_file, "--run.folder", tmp_path / "run", "--batches.workers", 2]
-    process = start(*command, "--trainer.max_steps", 1_000_000, "--trainer.devices", devices)
+    process = start(*command, "--trainer.max_steps", 1_000_000, "--trainer.devices", 2)
     while process.poll() is None and not checkpoints(tmp_path / "run"):
         time.sleep(0.05)
     children = descendants(process)
-    assert len(children) >= 3 * devices - 1
+    assert len(children) >= 5  # a rank and two workers of each
     assert kill(process)
     deadline = time.monotonic() + 20
     newest = step_of(checkpoints(tmp_path / "run")[-1])

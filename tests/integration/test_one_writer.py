@@ -1,6 +1,5 @@
 """Processes that start at the same time: one prepares the corpus, and one writes to the run folder."""
 
-import re
 import subprocess
 import time
 from pathlib import Path
@@ -51,15 +50,3 @@ def test_two_ranks_started_without_a_corpus(
     assert ranks.wait(120) == 0
     assert is_same_corpus(corpus, tiny_corpus)
     assert [step_of(path) for path in checkpoints(run)] == [4, 8, 12]
-
-
-def test_ranks_that_resume_from_different_checkpoints(recipe_file: Path, tmp_path: Path) -> None:
-    """They end before the first step, with an error that names both."""
-    run, log = tmp_path / "run", tmp_path / "stderr"
-    command = ["fit", "--config", recipe_file, "--run.folder", run, "--trainer.devices", 2]
-    assert start(*command, "--trainer.max_steps", 8).wait(120) == 0
-    with log.open("w") as stderr:
-        ranks = start(*command, module="tests.integration.changed_program", CHANGE="stale_checkpoint", stderr=stderr)
-    assert ranks.wait(120) == 1
-    assert re.search("rank 0 on .* resumed from step 8, rank 1 on .* from 4: another job was still", log.read_text())
-    assert [step_of(path) for path in checkpoints(run)] == [4, 8]
