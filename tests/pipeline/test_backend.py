@@ -1,7 +1,6 @@
 """Which backend `fit` chooses, and what it says where the machine cannot run a part of it."""
 
 import copy
-import json
 import sys
 import sysconfig
 from contextlib import nullcontext
@@ -24,7 +23,6 @@ from model.packed_attention import FLASH_ATTENTION, PLAIN_ATTENTION
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import TranslationModule
 from pipeline.runtime.backend import choose_backend, compiled_search
-from tests.conftest import pipeline
 
 ON_GPU = {"accelerator": "gpu", "precision": "bf16-mixed"}
 NETWORK = NetworkSettings()
@@ -93,20 +91,6 @@ def test_no_triton(gpu: pytest.MonkeyPatch) -> None:
         gpu.delitem(sys.modules, f"model.fast.{name}", raising=False)
         gpu.delattr(model.fast, name, raising=False)
     assert_impossible("Triton is not installed or does not work")
-
-
-def test_a_cpu(recipe_file: Path, tmp_path: Path) -> None:
-    """Has no Triton kernels: `fit` and `doctor` refuse them."""
-    message = "cannot run: they need a GPU; set it to null to train with the compiled attention and loss"
-    arguments = ["--config", recipe_file, "--run.folder", tmp_path / "run", "--run.kernels"]
-    refused = pipeline("fit", *arguments, "triton")
-    assert refused.returncode == 2
-    assert message in refused.stderr.decode().splitlines()[-1]
-    assert not (tmp_path / "run" / "checkpoints").exists()
-    doctor = pipeline("doctor", *arguments, "triton")
-    assert doctor.returncode == 1
-    assert message in doctor.stdout.decode()
-    assert "attention plain, loss PyTorch" in pipeline("doctor", *arguments, "pytorch").stdout.decode()
 
 
 @pytest.mark.parametrize(
@@ -243,15 +227,3 @@ def test_tritons_kernels_run_where_the_check_finds_no_fault(gpu: pytest.MonkeyPa
         backend = choose_backend("triton", False, options, NetworkSettings(attention_dropout=0.1))
         assert (backend.attention.name, backend.loss.name) == ("Triton", "Triton")
         assert choose_backend(None, False, options, NetworkSettings()).loss.name == "PyTorch"
-
-
-def test_fit_and_doctor_say_what_was_chosen(recipe_file: Path, tmp_path: Path) -> None:
-    """And the run folder has it, for each start."""
-    options = ["--config", recipe_file, "--run.folder", tmp_path / "run", "--trainer.precision", "32-true"]
-    options += ["--trainer.accelerator", "cpu", "--trainer.max_steps", 1]
-    line = "backend: precision 32-true, attention plain, loss C++, compilation none, "
-    assert f"\nok    {line}" in pipeline("doctor", *options).stdout.decode()
-    done = pipeline("fit", *options)
-    assert [said.startswith(line) for said in done.stderr.decode().splitlines()].count(True) == 1, done.stderr
-    [start] = [json.loads(record) for record in (tmp_path / "run" / "starts.jsonl").read_text().splitlines()]
-    assert ", ".join(f"{part} {choice}" for part, choice in start["backend"].items()).startswith(line[9:])

@@ -144,3 +144,5 @@ def test_room_for_checkpoints(recipe_file: Path, tmp_path: Path, monkeypatch: py
     saved.parent.mkdir(parents=True)
     saved.write_bytes(bytes(1 << 20))
     assert [is_enough(needed - missing) for missing in (0, 1 << 20, 2 << 20)] == [True, True, False]
+    [wrong] = room(recipe)
+    assert wrong.message.endswith("; lower run.keep_last or set another run.folder")

@@ -14,7 +14,6 @@ import yaml
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.transformer import Transformer
-from pipeline.__main__ import main
 from pipeline.checkpointing.checkpoint import (
     average,
     load_model,
@@ -26,7 +25,7 @@ from pipeline.checkpointing.checkpoint import (
 from pipeline.checkpointing.run_folder import checkpoint_bytes, latest_valid, step_checkpoints, step_path
 from pipeline.config.recipe import load_recipe
 from pipeline.runtime.console import user_message
-from tests.conftest import refusal, tiny_recipe, train_tokenizer
+from tests.conftest import refusal, run_here, tiny_recipe, train_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -102,17 +101,15 @@ def test_the_size_of_a_checkpoint_is_that_of_weights_and_moments(trained_run: Pa
     assert checkpoint_bytes(4 * num_parameters, with_average=True) == size + 4 * num_parameters
 
 
-def test_average_is_the_mean_summed_in_float64(
-    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_average_is_the_mean_summed_in_float64(finished_run: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(finished_run, tmp_path / "run"))
     contents = [torch.load(path, weights_only=True) for path in step_checkpoints(run)]
     # The newest is added first; a float32 sum would lose the small value.
     for one, value in zip(contents, (1.0, 1e8, -1e8), strict=True):
         one["state_dict"]["network.embedding.weight"].fill_(value)
         write_atomic(one, step_path(run, one["global_step"]))
-    assert main(["average", str(run), "--last", "3", "--output", str(tmp_path / "mean.ckpt")]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'mean.ckpt'}\n"
+    printed, _ = run_here("average", run, "--last", 3, "--output", tmp_path / "mean.ckpt")
+    assert printed == f"{tmp_path / 'mean.ckpt'}\n"
     mean = read_checkpoint(tmp_path / "mean.ckpt").weights
     for name, tensor in mean.items():
         assert torch.equal(tensor, (sum(one["state_dict"][f"network.{name}"].double() for one in contents) / 3).float())
@@ -152,21 +149,18 @@ def test_average_of_more_checkpoints_than_exist_is_refused(finished_run: Path, t
     for number, word in ((2, "2 valid checkpoints"), (1, "1 valid checkpoint")):
         step_checkpoints(run)[0].unlink()
         assert f"has {word}, --last is 3; give --last {number} or less" in refused(run, 3)
-    assert main(["average", str(run), "--last", "1"]) == 0
+    run_here("average", run, "--last", 1)
     mean, only = (read_checkpoint(path).weights for path in (run / "average-last-1.ckpt", latest_valid(run)[0]))
     assert all(torch.equal(mean[name], only[name]) for name in only)
     assert "one of the arguments --last --best is required" in refusal("average", run)
 
 
-def test_average_skips_incomplete_checkpoints(
-    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_average_skips_incomplete_checkpoints(finished_run: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(finished_run, tmp_path / "run"))
     newest = step_checkpoints(run)[-1]
     newest.write_bytes(newest.read_bytes()[:-1000])
     assert latest_valid(run) == (step_checkpoints(run)[1], [newest])
-    assert main(["average", str(run), "--last", "2"]) == 0
-    assert "averaged step=00000080.ckpt, step=00000160.ckpt\n" in capsys.readouterr().err
+    assert "averaged step=00000080.ckpt, step=00000160.ckpt\n" in run_here("average", run, "--last", 2)[1]
     assert read_checkpoint(run / "average-last-2.ckpt").step == 160
 
 
@@ -174,9 +168,8 @@ def test_an_outdated_average_is_reported(
     finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Path(shutil.copytree(finished_run, tmp_path / "run"))
-    assert main(["average", str(run), "--last", "2"]) == 0
-    assert main(["average", str(run), "--last", "3"]) == 0
-    capsys.readouterr()
+    for last in (2, 3):
+        run_here("average", run, "--last", last)
     assert resolve_checkpoint(run).name == "average-last-3.ckpt"
     assert capsys.readouterr().err == ""
     shutil.copy(run / "checkpoints" / "best.ckpt", run / "checkpoints" / "step=00000250.ckpt")

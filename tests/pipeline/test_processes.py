@@ -19,6 +19,7 @@ from data_module.worker_processes import num_processors
 from pipeline.inference.processes import WorkerError, choose_devices, run_on_devices
 from pipeline.inference.text_io import CHUNK
 from tests.conftest import ROOT, pipeline, sentences
+from tests.pipeline.failing_work import work_or_fail
 
 NAME = "translation process 2 of 2 on the CPU"
 
@@ -41,28 +42,10 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_devices(2)
 
 
-def work_or_fail(device: str, number: int) -> None:
-    """Wait for ever as the first process, and fail as the second as `FAILURE` says."""
-    if number == 0:
-        time.sleep(3600)
-    match os.environ["FAILURE"]:
-        case "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "mistake":
-            raise InputError("text:1: is wrong")
-        case "memory":
-            raise RuntimeError("DefaultCPUAllocator:\n can't allocate memory: you tried 9 bytes")
-        case "full disk":
-            raise OSError(28, "No space left on device", "output")
-        case "bug":
-            raise RuntimeError("a bug")
-
-
 @pytest.mark.parametrize(
     ("failure", "kind", "message"),
     [
         ("killed", WorkerError, f"{NAME} was killed by SIGKILL; if memory ran out, give fewer --devices"),
-        ("mistake", InputError, "text:1: is wrong"),
         ("memory", WorkerError, rf"{NAME} is out of memory \(.* 9 bytes\); give fewer --devices or a smaller --beam"),
         ("full disk", InputError, "output: No space left on device; make room, then run the same command again"),
         ("bug", WorkerError, f"{NAME} ended with exit code 1; what it wrote above says why"),
@@ -81,33 +64,21 @@ def test_a_process_that_fails_ends_the_others(
 
 @pytest.mark.two_processors
 def test_output_and_warnings_are_those_of_one_process(trained_run: Path, tmp_path: Path) -> None:
-    """Of a text from standard input or a file, of which each process translates a part."""
+    """Of a text from standard input, of which each process translates a part; test_shards.py has a file."""
     lines = [line.encode() for line in sentences(CHUNK + 9, seed=3, lengths=(1, 2, 3))]
     lines[0], lines[2], lines[3], lines[-1] = b"a \xff dog", b"the dog " * 700, b"", b"a dog"
     text = b"\n".join(lines)
-    (tmp_path / "text").write_bytes(text)
     words = ("translate", trained_run, "--beam", 2, "--n-best", 2, "--scores", "--stop-rule", "first")
     one = pipeline(*words, text=text)
-    environment = {"TMPDIR": str(tmp_path / "private")}
     (tmp_path / "private").mkdir()
-    for given in ({"text": text}, {}):
-        source = () if given else ("--source", tmp_path / "text")
-        two = pipeline(*words, *source, "--devices", 2, environment=environment, **given)
-        assert one.returncode == two.returncode == 0, two.stderr
-        assert one.stdout == two.stdout
-        said = two.stderr.decode().splitlines()
-        assert re.search(r"/private/translation-\w+: takes about 0.\d MB until all translations are done", said[1])
-        assert [said[0], *said[2:]] == one.stderr.decode().splitlines()
-        assert len(said) == 5
+    two = pipeline(*words, "--devices", 2, environment={"TMPDIR": str(tmp_path / "private")}, text=text)
+    assert one.returncode == two.returncode == 0, two.stderr
+    assert one.stdout == two.stdout
+    said = two.stderr.decode().splitlines()
+    assert re.search(r"/private/translation-\w+: takes about 0.\d MB until all translations are done", said[1])
+    assert [said[0], *said[2:]] == one.stderr.decode().splitlines()
+    assert len(said) == 5
     assert not list((tmp_path / "private").iterdir())
-
-
-@pytest.mark.two_processors
-def test_a_prefix_that_the_processes_do_not_know(trained_run: Path) -> None:
-    done = pipeline("translate", trained_run, "--devices", 2, "--prefix", ">>de<<", text="a dog\n")
-    assert (done.returncode, done.stdout) == (2, b"")
-    assert done.stderr.decode().splitlines()[-1].startswith("error: --prefix >>de<<: is no prefix of this model")
-    assert done.stderr.count(b"error") == 1
 
 
 @pytest.mark.gpu
@@ -186,21 +157,17 @@ def is_translating(command: Command) -> bool:
     return any(command.temporary.glob("translation-*/output.shards/0*.lock"))
 
 
-@pytest.mark.parametrize("moment", ["starting", "waiting for input", "translating", "terminated"])
+@pytest.mark.parametrize("moment", ["starting", "translating"])
 @pytest.mark.two_processors
-def test_ctrl_c(start: Callable[..., Command], long_text: Path, moment: str) -> None:
-    """It ends all processes in one line, and leaves no file; so does SIGTERM."""
-    command = start(*(() if moment == "waiting for input" else ("--source", long_text)))
+def test_ctrl_c_and_sigterm(start: Callable[..., Command], long_text: Path, moment: str) -> None:
+    """Each ends all processes in one line, and leaves no file."""
+    command = start("--source", long_text)
     if moment == "starting":
         command.wait_for(lambda: len(command.running("spawn_main")) == 2)
-    elif moment == "waiting for input":
-        command.wait_for(lambda: list(command.temporary.glob("translation-*/source")))
+        os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does
     else:
         command.wait_for(lambda: is_translating(command))
-    if moment == "terminated":
         command.process.terminate()
-    else:
-        os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does
     assert command.end() == (130, ["interrupted"])
     assert command.output.read_bytes() == b""
     assert not list(command.temporary.glob("translation-*"))

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,10 @@ def another_vocabulary(place: Place) -> None:
     place.give(corpus__folder=str(corpus))
 
 
+def no_library_for_a_data_set(place: Place) -> None:
+    place.give(corpus__train=[{"dataset": "none/such", "split": "train"}])
+
+
 def nothing_to_start_from(place: Place) -> None:
     place.init_from = place.folder / "none"
 
@@ -170,19 +175,14 @@ MISTAKES: dict[str, tuple[Callable[[Place], None], str]] = {
     "no nodes": (trainer(num_nodes=0), "trainer.num_nodes 0: `num_nodes` must be a positive integer"),
     "two nodes": (trainer(num_nodes=2), "trainer.num_nodes 2: nothing starts ranks on other nodes here; use srun"),
     "a tpu": (trainer(accelerator="tpu"), "trainer.accelerator must be one of 'auto', 'cpu', 'gpu', 'cuda', not 'tpu'"),
+    "no GPU": (trainer(accelerator="gpu"), "trainer.accelerator gpu: torch finds no GPU; "),
     "a precision": (trainer(precision="16-true"), "trainer.precision must be one of 'bf16-mixed', '16-mixed'"),
     "no steps": (trainer(max_steps=-1), "trainer.max_steps -1 is not a number of steps; give 1 or more"),
     "half an interval": (trainer(val_check_interval=0.5), "trainer.val_check_interval must be a whole number, not 0.5"),
     "no duration": (trainer(max_time="45"), "trainer.max_time 45 is not a duration; give days:hours:minutes:seconds"),
-    "triton": (
-        settings(run__kernels="triton"),
-        "cannot run: they need a GPU; set it to null to train with the compiled attention and loss",
-    ),
+    "triton": (settings(run__kernels="triton"), "cannot run: they need a GPU; set it to null to train with the compil"),
     "a metric": (settings(run__best_by="exact_mach"), "run.best_by 'exact_mach' is not registered; did you mean"),
-    "no such optimizer": (
-        settings(training__optimizer="own"),
-        "training.optimizer own: it finds no projection in this",
-    ),
+    "no such optimizer": (settings(training__optimizer="own"), "training.optimizer own: it finds no projection in thi"),
     "no warm-up": (
         settings(training__schedule="linear", training__peak_learning_rate=0.1, trainer__max_steps=5),
         "training.warmup_steps 10 leaves no step to training.schedule linear",
@@ -192,6 +192,7 @@ MISTAKES: dict[str, tuple[Callable[[Place], None], str]] = {
     "a head": (settings(monitoring__attention_heads=2), "monitoring.attention_heads: 2 does not exist; give numbers"),
     "pieces": (settings(corpus__vocabulary_size=-1), "corpus.vocabulary_size: must be from 1 to"),
     "a text": (a_text_is_missing, "train.source is missing; put it there"),
+    "a data set": (no_library_for_a_data_set, "data set none/such comes from the Hugging Face hub: prepare"),
     "a line less": (text(lambda whole: whole.split(b"\n", 1)[1]), "299 lines, but"),
     "no UTF-8": (text(lambda whole: b"H\xe4user" + whole[5:]), "train.target:1: invalid UTF-8; "),
     "another text": (text(lambda whole: whole[:-2] + b"\n", is_prepared=True), "train.target has changed"),
@@ -215,10 +216,7 @@ MISTAKES: dict[str, tuple[Callable[[Place], None], str]] = {
         prepared(network__learned_positions=True, network__max_positions=5),
         "network.max_positions 5 is less than the longest sentence trained or validated on",
     ),
-    "positions of the validation": (
-        a_long_validation_sentence,
-        "network.max_positions 60 is less than the longest sentence trained or validated on",
-    ),
+    "positions of the validation": (a_long_validation_sentence, "network.max_positions 60 is less than the longest se"),
     "no translation": (
         prepared(monitoring__attention_sentences=[13, 14], run__validation_translations=3),
         "monitoring.attention_sentences: 14 is none of the sentences that run.validation_translations 3 translates",
@@ -229,6 +227,7 @@ MISTAKES: dict[str, tuple[Callable[[Place], None], str]] = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_fit_and_doctor_refuse_the_same(place: Place, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.setitem(OPTIMIZERS, "own", lambda _, settings: muon([nn.Parameter(torch.ones(2))], settings))
     damage, words = MISTAKES[name]
     damage(place)

@@ -6,43 +6,43 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.__main__ import main
 from pipeline.config.recipe import load_recipe
 from pipeline.config.recipe_files import MODELINE, SCHEMA, first_sentence, shipped_recipes
-from tests.conftest import refusal
+from tests.conftest import refusal, run_here
 from tests.pipeline.test_configs import CONFIGS, RECIPES, name_of
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=name_of)
 def test_a_copy_is_the_same_recipe(path: Path, tmp_path: Path) -> None:
     name = name_of(path)
-    assert main(["recipe", "copy", name, str(tmp_path / "own.yaml")]) == 0
+    run_here("recipe", "copy", name, tmp_path / "own.yaml")
     assert load_recipe([tmp_path / "own.yaml"]) == replace(load_recipe([path]), name="own")
     for copy in tmp_path.glob("*.yaml"):
         assert copy.read_text().splitlines()[0] == f"{MODELINE}{SCHEMA}"
     assert (tmp_path / SCHEMA).read_bytes() == (CONFIGS / SCHEMA).read_bytes()
 
 
-def test_a_recipe_is_copied_with_those_that_it_extends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recipe", "copy", "table3/big", str(tmp_path)]) == 0
-    printed = [Path(line).name for line in capsys.readouterr().out.splitlines()]
+def copied(name: str, place: Path) -> list[str]:
+    """What `recipe copy` prints: the files that it writes."""
+    return run_here("recipe", "copy", name, place)[0].splitlines()
+
+
+def test_a_recipe_is_copied_with_those_that_it_extends(tmp_path: Path) -> None:
+    printed = [Path(line).name for line in copied("table3/big", tmp_path)]
     assert printed == ["big.yaml", "wmt14_en_de_big.yaml", "wmt14_en_de_base.yaml", SCHEMA]
     assert sorted(printed) == sorted(path.name for path in tmp_path.iterdir())
     # What is there already and is the same is left as it is.
-    assert main(["recipe", "copy", "table3/a_heads_1", str(tmp_path)]) == 0
-    assert [Path(line).name for line in capsys.readouterr().out.splitlines()] == ["a_heads_1.yaml", SCHEMA]
+    assert [Path(line).name for line in copied("table3/a_heads_1", tmp_path)] == ["a_heads_1.yaml", SCHEMA]
 
 
-def test_folders_are_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_are_made(tmp_path: Path) -> None:
     for to, written in (("new/folder", "new/folder/demo.yaml"), ("other/own.yaml", "other/own.yaml")):
-        assert main(["recipe", "copy", "demo", str(tmp_path / to)]) == 0
-        assert capsys.readouterr().out.splitlines()[0] == str(tmp_path / written)
+        assert copied("demo", tmp_path / to)[0] == str(tmp_path / written)
         assert {path.name for path in (tmp_path / written).parent.iterdir()} == {Path(written).name, SCHEMA}
 
 
-def test_the_list_has_every_recipe_and_overlay(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recipe", "list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_the_list_has_every_recipe_and_overlay() -> None:
+    lines = run_here("recipe", "list")[0].splitlines()
     assert len(lines) == len(list(CONFIGS.rglob("*.yaml")))
     listed = {name: text.strip() for name, text in (line.split(maxsplit=1) for line in lines)}
     assert listed["hardware/one_gpu"] == "One GPU, in bfloat16 mixed precision (Ampere and later)"

@@ -16,12 +16,11 @@ from tqdm import tqdm
 import pipeline as pipeline_api
 from data_module.text_files import progress_bar
 from model.sampling import Sampling
-from pipeline.__main__ import main
 from pipeline.inference import translator
 from pipeline.inference.options import SearchOptions
 from pipeline.inference.text_io import CHUNK, count_lines, read_sentences, sentences
 from pipeline.inference.translator import Hypothesis, Translation, Translator
-from tests.conftest import pipeline, program, refusal
+from tests.conftest import pipeline, program, refusal, run_here
 
 PLAIN = b"the dog sees a cat"
 BAD_LINES = {
@@ -95,13 +94,12 @@ def test_many_unreadable_lines_are_counted(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().err == f"{file}: line 2: not valid UTF-8; invalid bytes were replaced\n"
 
 
-def test_n_best_with_scores(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_n_best_with_scores(trained_run: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(PLAIN + b"\n\na red house\n")
 
     def translate(*options: str) -> list[list[str]]:
-        words = ["translate", str(trained_run), "--source", str(tmp_path / "text"), "--beam", "3", "--scores"]
-        assert main([*words, *options]) == 0
-        return [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+        words = ["translate", trained_run, "--source", tmp_path / "text", "--beam", 3, "--scores"]
+        return [line.split("\t") for line in run_here(*words, *options)[0].splitlines()]
 
     rows = translate("--n-best", "3")
     assert [row[0] for row in rows] == ["1"] * 3 + ["2"] + ["3"] * 3
@@ -115,17 +113,15 @@ def test_n_best_with_scores(trained_run: Path, tmp_path: Path, capsys: pytest.Ca
     assert float(translate("--length-penalty", "0")[0][0]) < float(best[0][0])
 
 
-def test_search_options_reach_the_search(
-    trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_search_options_reach_the_search(trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--beam", "3", "--length-penalty", "1.2", "--stop-rule", "first"]
     text, asked = tmp_path / "text", []
     text.write_text("the dog sees a cat\n")
-    assert main(["evaluate", str(trained_run), "--source", str(text), "--reference", str(text), *options]) == 0
-    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    printed, _ = run_here("evaluate", trained_run, "--source", text, "--reference", text, *options)
+    figures = json.loads(printed.splitlines()[-1])
     assert [figures[name] for name in ("beam_size", "length_penalty", "stop_rule")] == [3, 1.2, "first"]
     monkeypatch.setattr(Translator, "translate", lambda self, lines, options, *_, **__: asked.append(options) or [])
-    assert main(["translate", str(trained_run), "--source", str(text), *options, "--n-best", "2"]) == 0
+    run_here("translate", trained_run, "--source", text, *options, "--n-best", 2)
     assert asked == [SearchOptions(3, 1.2, "first", 2)]
 
 
@@ -138,10 +134,10 @@ def test_samples_depend_on_the_seed_and_the_number_of_the_line_alone(
     source.write_text("".join(f"{line}\n" for line in text))
     words = ("translate", trained_run, "--source", source, "--scores", "--sample")
     words += ("--temperature", 2, "--top-k", 20, "--top-p", 0.9, "--seed", 3)
-    one = pipeline(*words)
-    assert one.returncode == main([*map(str, words), "--output", str(output), "--shard-lines", str(CHUNK)]) == 0
-    assert one.stdout == output.read_bytes()
-    lines = [line.split("\t")[1] for line in one.stdout.decode().splitlines()]
+    printed, _ = run_here(*words)
+    run_here(*words, "--output", output, "--shard-lines", CHUNK)
+    assert printed == output.read_text()
+    lines = [line.split("\t")[1] for line in printed.splitlines()]
     assert len(set(lines)) > 100
     model, settings = pipeline_api.load(trained_run), Sampling(temperature=2.0, top_k=20, top_p=0.9, seed=3)
     assert model.translate(text[:9], sample=settings) == lines[:9]
@@ -184,15 +180,14 @@ class Echo(Translator):
 
 
 def test_memory_that_runs_out_is_said_in_one_line(
-    trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def translate(*_: Any) -> None:
         raise RuntimeError("DefaultCPUAllocator:\n can't allocate memory: you tried 9 bytes")
 
     monkeypatch.setattr(Translator, "_search", translate)
-    assert main(["translate", str(trained_run), "--source", __file__, "--output", str(tmp_path / "out")]) == 1
-    errors = capsys.readouterr().err.splitlines()
-    assert re.match(r"error: out of memory \(.* 9 bytes\); give a smaller --beam", errors[-1])
+    _, said = run_here("translate", trained_run, "--source", __file__, "--output", tmp_path / "out", code=1)
+    assert re.match(r"error: out of memory \(.* 9 bytes\); give a smaller --beam", said.splitlines()[-1])
 
 
 def test_no_more_than_a_chunk_is_read_ahead() -> None:
