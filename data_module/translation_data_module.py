@@ -44,19 +44,16 @@ class TranslationDataModule(LightningDataModule):
         constant_rows: bool = True,
         validation_translations: int | None = None,
     ) -> None:
-        """Open the corpus.
+        """Open a prepared corpus; raise InputError when its longest sentence does not fit in a batch.
 
         Args:
-            folder: the prepared corpus.
+            folder: the corpus.
             settings: the recipe's `batches:`.
             special: ids of the padding, begin and end symbols.
             seed: seed of the order of pairs.
-            corpus_settings: the recipe's `corpus:`, for the weights of its sources; None for each pair once in each
-                epoch.
+            corpus_settings: the recipe's `corpus:`, for the weights of its sources; None for each pair once an epoch.
             constant_rows: give all rows of a side one length; see `RowShape`.
             validation_translations: the recipe's `run.validation_translations`.
-
-        Raises InputError when the longest sentence does not fit in a batch.
         """
         super().__init__()
         self.folder = folder

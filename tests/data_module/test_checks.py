@@ -94,6 +94,8 @@ def test_symbols_that_the_training_text_lacks(tmp_path: Path) -> None:
     assert warnings_of(prefixed) == []
     with pytest.raises(InputError, match=r"one\.source:10: the pair holds the prefix '<b>' of its source already; "):
         warnings_of(replace(prefixed, train=[replace(one, prefix="<b>")], user_symbols=["<b>"]))
+    with pytest.raises(InputError, match=r"two\.target:2: the pair holds the prefix '§' of its source already; "):
+        warnings_of(replace(prefixed, train=[replace(two, prefix="§")], user_symbols=["§"]))
 
 
 def test_marks_that_are_probably_no_part_of_the_text(tmp_path: Path) -> None:
