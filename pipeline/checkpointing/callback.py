@@ -85,18 +85,15 @@ class CheckpointCallback(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save `best.ckpt` if `run.best_by` improved, then the checkpoint that was waiting for this validation."""
-        score = trainer.callback_metrics.get(validation_tag(self._settings.best_by))
-        improved = score is not None and not trainer.sanity_checking and self._is_better(float(score))
-        if score is not None and improved:
-            self.best_score, self._best_step = float(score), trainer.global_step
+        score = float(trainer.callback_metrics.get(validation_tag(self._settings.best_by), math.nan))
+        is_better = self.best_score is None or self._sign * score > self._sign * self.best_score
+        if improved := math.isfinite(score) and is_better:
+            self.best_score, self._best_step = score, trainer.global_step
         if self._save_after_validation:
             self._save_after_validation = False
             self.save(trainer, best=improved)
         elif improved:
             self._write(trainer, best_path(self._run), WriteOptions())
-
-    def _is_better(self, score: float) -> bool:
-        return math.isfinite(score) and (self.best_score is None or self._sign * score > self._sign * self.best_score)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the last step; wait until it is on disk."""
@@ -181,21 +178,17 @@ class CheckpointCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find out whether there is room for a copy of a checkpoint, which the memory probe counts."""
+        self._bytes = checkpoint_bytes(sum(one.nbytes for one in pl_module.parameters()), self._with_average)
         if trainer.is_global_zero:
-            size = self._checkpoint_bytes(pl_module) + self._metadata["tokenizer"].nbytes + _COPY_SLACK
+            size = self._bytes + self._metadata["tokenizer"].nbytes + _COPY_SLACK
             checkpoint_io(trainer).reserve(size, trainer.num_devices)
-
-    def _checkpoint_bytes(self, module: LightningModule) -> int:
-        return checkpoint_bytes(sum(weight.nbytes for weight in module.parameters()), self._with_average)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the step that the run resumes from, and print how much disk and memory checkpoints need."""
         self.saved_step = trainer.global_step
-        size = self._checkpoint_bytes(pl_module) / 1e6
-        files = max_checkpoints(self._settings.keep_last)
-        folder = self._run / "checkpoints"
-        how = checkpoint_io(trainer).describe()
-        say(f"checkpoints: at most {files} files of {size:,.1f} MB, {files * size:,.0f} MB in {folder}; {how}")
+        size, files = self._bytes / 1e6, max_checkpoints(self._settings.keep_last)
+        place, how = self._run / "checkpoints", checkpoint_io(trainer).describe()
+        say(f"checkpoints: at most {files} files of {size:,.1f} MB, {files * size:,.0f} MB in {place}; {how}")
 
     def load_state_dict(self, state_dict: PlainValues) -> None:
         """Restore the callback's state."""

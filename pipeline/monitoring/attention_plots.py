@@ -65,7 +65,7 @@ class AttentionPlots(Callback):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the images and write the projector's files."""
         log = trainer.logger
-        if not isinstance(log, RunLog) or not log.writes or trainer.sanity_checking:
+        if not isinstance(log, RunLog) or not log.writes:
             return
         assert isinstance(pl_module, TranslationModule)
         from pipeline.monitoring import attention_images  # Imports matplotlib, which other ranks do not need.
@@ -94,8 +94,9 @@ class AttentionPlots(Callback):
         pieces = {"source": self._labels(source[:-1]), "target": self._labels(target)}
         labels = drawing.axis_labels(pieces["source"], pieces["target"], *self._labels([special.bos, special.eos]))
         if labels.note:
-            text = f"{labels.note}\n\n{_numbered(pieces)}"
-            log.add_text(f"validation_attention/pieces_{number}", text, step)
+            rows = enumerate(zip_longest(*pieces.values(), fillvalue=""), 1)
+            numbered = table(["number", *pieces], ((index, *row) for index, row in rows))
+            log.add_text(f"validation_attention/pieces_{number}", f"{labels.note}\n\n{numbered}", step)
         for kind in drawing.AXES:
             if not self._layers[kind]:
                 continue
@@ -137,12 +138,6 @@ class AttentionPlots(Callback):
 
     def _labels(self, ids: list[int]) -> list[str]:
         return [self._pieces[index] for index in ids]
-
-
-def _numbered(pieces: dict[str, list[str]]) -> str:
-    """Return a table of the pieces and their numbers."""
-    rows = enumerate(zip_longest(*pieces.values(), fillvalue=""), 1)
-    return table(["number", *pieces], ((number, *row) for number, row in rows))
 
 
 def _most_frequent(corpus: ParallelCorpus, vocabulary_size: int, count: int) -> list[tuple[int, int]]:

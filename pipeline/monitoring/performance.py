@@ -119,12 +119,8 @@ class Stragglers:
         self._nodes = nodes  # of each rank
         self._reported: set[int] = set()
         self._slow_before: set[int] = set()
-        self._steps_before = 0
-        self._start_window()
-
-    def _start_window(self) -> None:
-        self._steps = 0
-        self._seconds = [0.0] * len(self._nodes)
+        self._steps_before = self._steps = 0
+        self._seconds = [0.0] * len(nodes)
 
     def add(self, step_seconds: list[float], steps: int) -> list[str]:
         """Add an interval of `steps`, with each rank's own mean seconds per step; return a line for each slow rank."""
@@ -144,7 +140,7 @@ class Stragglers:
             for rank in to_report
         ]
         self._slow_before, self._steps_before = slow, self._steps
-        self._start_window()
+        self._steps, self._seconds = 0, [0.0] * len(self._nodes)
         return lines
 
 

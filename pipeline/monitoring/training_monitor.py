@@ -292,7 +292,7 @@ class TrainingMonitor(Callback):
         if self._progress is not None:
             self._progress.validation_seconds = self._validation_seconds
         metrics = trainer.callback_metrics
-        if "validation/loss" in metrics and not trainer.sanity_checking and self._progress is not None:
+        if "validation/loss" in metrics and self._progress is not None:
             loss, perplexity = (float(metrics[f"validation/{name}"]) for name in ("loss", "perplexity"))
             best = title_and_score(self._best_by, float(metrics[validation_tag(self._best_by)]))
             parts = [quality(metrics), best if self._best_by == LIKELIHOOD else "", f"loss {loss:.4f}"]

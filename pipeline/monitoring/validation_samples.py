@@ -119,8 +119,6 @@ class ValidationSamples(Callback):
         if 0 < len(self._translated) < len(self._sources):
             scores[NUM_TRANSLATED] = float(len(self._translated))
         self._gather()
-        if trainer.sanity_checking:
-            return
         if self._best_by == LIKELIHOOD:
             assert isinstance(pl_module, TranslationModule)
             score = pl_module.validation_losses()[validation_tag(LIKELIHOOD)]

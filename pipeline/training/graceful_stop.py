@@ -143,24 +143,23 @@ class FailureReport:
         answers: list[dict[int, str]] = []
 
         def ask() -> None:
+            deadline = time.monotonic() + ANSWER_SECONDS
             with suppress(RuntimeError, RendezvousError):  # Without an answer, the caller reports that.
-                answers.append(self._wait_for_reports())
+                while True:
+                    silent = silent_ranks(self._store, self._keys)
+                    heard = [rank for rank in range(len(self._keys)) if rank not in silent]
+                    reports = {rank: str(read(self._store, self._keys[rank])) for rank in heard}
+                    failed = any(report.startswith("failed") for report in reports.values())
+                    if failed or not silent or time.monotonic() > deadline:
+                        answers.append(reports)
+                        return
+                    time.sleep(0.1)
 
         # A call to a store that hangs, or whose connection was cut, never returns.
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         thread.join(2 * ANSWER_SECONDS)
         return answers[0] if answers else None
-
-    def _wait_for_reports(self) -> dict[int, str]:
-        deadline = time.monotonic() + ANSWER_SECONDS
-        while True:
-            silent = silent_ranks(self._store, self._keys)
-            reports = {rank: str(read(self._store, key)) for rank, key in enumerate(self._keys) if rank not in silent}
-            failed = any(report.startswith("failed") for report in reports.values())
-            if failed or len(reports) == len(self._names) or time.monotonic() > deadline:
-                return reports
-            time.sleep(0.1)
 
 
 def is_collective_error(error: BaseException) -> bool:

@@ -139,10 +139,10 @@ def strategy(options: TrainerOptions, timeout_seconds: int = 600) -> "ConnectedD
 class ConnectedDDP(SingleStreamDDP):
     """DDP, with gradients as views of its buckets, whose ranks name missing ranks."""
 
-    def __init__(self, timeout_seconds: int, **options: Any) -> None:
+    def __init__(self, timeout_seconds: int) -> None:
         """Ranks wait this long for one another to connect."""
         timeout = timedelta(seconds=timeout_seconds + MARGIN_SECONDS)
-        super().__init__(gradient_as_bucket_view=True, timeout=timeout, **options)
+        super().__init__(gradient_as_bucket_view=True, timeout=timeout)
         self._patience = timeout_seconds
         self._group_timeout = timeout
         self.settings: Mapping[str, object] = {}

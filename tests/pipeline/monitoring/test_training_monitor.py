@@ -145,7 +145,6 @@ def test_the_end_says_that_the_last_step_was_not_validated(
         val_check_interval=every,
         enable_validation=validated != "not wanted",
         callback_metrics={},
-        sanity_checking=False,
         global_step=validated,
     )
     if isinstance(validated, int):

@@ -77,7 +77,7 @@ def test_the_best_score_so_far(
     """Of a metric of which large or small values are good; the run is resumed before each validation."""
     monkeypatch.setitem(METRICS, "errors", metric)
     tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
-    trainer: Any = SimpleNamespace(sanity_checking=False, logger=None)
+    trainer: Any = SimpleNamespace(logger=None)
     logged: list[dict[str, float]] = []
     module: Any = SimpleNamespace(log_dict=logged.append)
     state: dict[str, Any] = {"best_score": None}
@@ -98,7 +98,7 @@ def test_the_likelihood_is_best_where_it_is_lowest(
 ) -> None:
     """Whether none or one of two sentences is translated; scores and pages are of these."""
     tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
-    trainer: Any = SimpleNamespace(sanity_checking=False, logger=RunLog(tmp_path, 0, writes=True), global_step=1)
+    trainer: Any = SimpleNamespace(logger=RunLog(tmp_path, 0, writes=True), global_step=1)
     samples = ValidationSamples(["a", "b"], ["a", "b"], tokenizer, best_by="likelihood", translated=translated)
     module = TranslationModule(8, SpecialIds(0, 2, 3), NETWORK, TrainingSettings(), DecodingSettings(), 1)
     logged: list[dict[str, float]] = []
