@@ -25,7 +25,7 @@ from pipeline.inference.metrics import (
     paper_score,
     reference_warnings,
     require_moses_language,
-    score,
+    score_and_compare,
 )
 from pipeline.inference.options import SearchOptions
 from pipeline.inference.text_io import SentenceWarnings, output_file, require_as_many
@@ -176,7 +176,7 @@ def print_scores(scored: Scored) -> PlainValues:
     """Print a line for each score of a text, and return the scores."""
     (hypotheses, *others), (references, *more) = scored.translations, scored.references
     options: PlainValues = {"more": more, "requested": scored.requested, "other": next(iter(others), None)}
-    figures, versus = score(hypotheses, references, scored.tokenizer, **options)
+    figures, versus = score_and_compare(hypotheses, references, scored.tokenizer, **options)
     if scored.language is not None:
         figures |= paper_score(hypotheses, references, scored.language)
     if scored.scores:

@@ -221,7 +221,7 @@ def corpus_score(metric: Metric, hypotheses: list[str], references: list[str]) -
     return _total_score(metric, _statistics(metric, hypotheses, [references]))
 
 
-def score(
+def score_and_compare(
     hypotheses: list[str],
     references: list[str],
     tokenizer: str = DEFAULT,
@@ -256,6 +256,11 @@ def score(
         if other is not None:
             comparison |= _compared(name, metric, this, _statistics(metric, other, [references, *more]))
     return figures, comparison
+
+
+def score(hypotheses: list[str], references: list[str], tokenizer: str = DEFAULT, **options: Any) -> PlainValues:
+    """Return the scores of `score_and_compare` alone. Extensions call it, see docs/extending.md."""
+    return score_and_compare(hypotheses, references, tokenizer, **options)[0]
 
 
 def of_one_reference(requested: Iterable[str] = ()) -> list[str]:
@@ -336,7 +341,7 @@ class _Mean:
 
 
 def mean_score(scores: list[float], other: list[float] | None = None) -> tuple[PlainValues, PlainValues]:
-    """Return the mean of sentences' scores with its interval, and the comparison, as `score` does.
+    """Return the mean of sentences' scores with its interval, and the comparison, as `score_and_compare` does.
 
     Args:
         scores: a number for each sentence; a higher one is better.

@@ -16,7 +16,7 @@ from pipeline.inference.bleu_tokenizer import (
     require_tokenizer,
     spacing_warning,
 )
-from pipeline.inference.metrics import paper_score, require_moses_language, score
+from pipeline.inference.metrics import paper_score, require_moses_language, score_and_compare
 from pipeline.monitoring.validation_metrics import ValidationMetrics
 
 GERMAN = [
@@ -129,7 +129,7 @@ def test_text_with_spaces_has_no_warning(lines: list[str]) -> None:
 def test_scores_and_signatures_are_sacrebleus(tokenizer: str) -> None:
     """In validation too, where batches add up, and in a comparison; test_metrics.py compares intervals."""
     hypotheses, references = sides(tokenizer)
-    figures, _ = score(hypotheses, references, tokenizer)
+    figures, _ = score_and_compare(hypotheses, references, tokenizer)
     bleu = sacrebleu.BLEU(tokenize=tokenizer)
     expected = bleu.corpus_score(hypotheses, [references])
     lower = sacrebleu.BLEU(tokenize=tokenizer, lowercase=True).corpus_score(hypotheses, [references])
@@ -144,7 +144,7 @@ def test_scores_and_signatures_are_sacrebleus(tokenizer: str) -> None:
     assert scores["validation/bleu"] == pytest.approx(expected.score)
     assert scores["validation/length_ratio"] == pytest.approx(expected.sys_len / expected.ref_len)
     assert str(bleu.get_signature()) in metric.signatures()
-    assert score(references, references, tokenizer, other=hypotheses)[1]["bleu"] == pytest.approx(
+    assert score_and_compare(references, references, tokenizer, other=hypotheses)[1]["bleu"] == pytest.approx(
         expected.score, abs=1e-4
     )
 

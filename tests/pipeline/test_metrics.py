@@ -23,7 +23,7 @@ from pipeline.inference.metrics import (
     of_one_reference,
     paper_score,
     reference_warnings,
-    score,
+    score_and_compare,
     title_and_score,
 )
 
@@ -52,13 +52,15 @@ def test_paper_bleu_by_hand() -> None:
 def test_only_the_papers_bleu_is_not_smoothed() -> None:
     """No 3-gram matches."""
     texts = ["Zwei Hunde liegen heute still."], ["Zwei Hunde laufen heute schnell."]
-    assert score(*texts)[0]["bleu"] == pytest.approx(sacrebleu.corpus_bleu(texts[0], [texts[1]]).score, abs=1e-4)
+    assert score_and_compare(*texts)[0]["bleu"] == pytest.approx(
+        sacrebleu.corpus_bleu(texts[0], [texts[1]]).score, abs=1e-4
+    )
     figures = paper_score(*texts, "de")
-    assert score(*texts)[0]["bleu"] > figures["bleu_paper"] == figures["bleu_moses_lowercase"] == 0
+    assert score_and_compare(*texts)[0]["bleu"] > figures["bleu_paper"] == figures["bleu_moses_lowercase"] == 0
 
 
 def test_bleu_is_case_sensitive_and_bleu_lowercase_is_not() -> None:
-    figures, _ = score([REFERENCES[1].upper()], [REFERENCES[1]])
+    figures, _ = score_and_compare([REFERENCES[1].upper()], [REFERENCES[1]])
     assert figures["bleu"] < 50
     assert figures["bleu_lowercase"] == pytest.approx(100)
 
@@ -87,7 +89,7 @@ def test_without_sacremoses_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def compare(hypotheses: list[str], others: list[str], references: list[str]) -> dict[str, Any]:
-    return score(hypotheses, references, other=others)[1]
+    return score_and_compare(hypotheses, references, other=others)[1]
 
 
 def test_a_difference_that_chance_gives_in_1_of_20_test_sets_is_not_real(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,19 +162,21 @@ def test_references_may_be_in_lower_case_where_the_translations_are() -> None:
 
 def test_exact_match_ignores_white_space() -> None:
     hypotheses = ["a b", " a  b ", "a B", "a", ""]
-    assert score(hypotheses, ["a b"] * 5)[0]["exact_match"] == pytest.approx(40)
+    assert score_and_compare(hypotheses, ["a b"] * 5)[0]["exact_match"] == pytest.approx(40)
 
 
 def test_intervals_where_some_draws_match_nothing() -> None:
     """As for a poor translation of few lines."""
-    figures, _ = score(["zwei Hunde laufen schnell", "x y z", "x y"], ["zwei Hunde laufen schnell", "a b c", "a b"])
+    figures, _ = score_and_compare(
+        ["zwei Hunde laufen schnell", "x y z", "x y"], ["zwei Hunde laufen schnell", "a b c", "a b"]
+    )
     low, high = figures["bleu_interval"]
     assert low < 1
     assert high > figures["bleu"] > 1
 
 
 def test_intervals_do_not_leave_the_scale() -> None:
-    low, high = score(["a b"] * 99 + ["b a"], ["a b"] * 100)[0]["exact_match_interval"]
+    low, high = score_and_compare(["a b"] * 99 + ["b a"], ["a b"] * 100)[0]["exact_match_interval"]
     assert 95 < low < 99 < high <= 100
 
 
@@ -185,7 +189,7 @@ def test_scores_intervals_and_signatures_are_sacrebleus() -> None:
     )
     hypotheses[:9], second[9:15], hypotheses[15] = first[:9], hypotheses[9:15], ""
     for references in ([first], [first, second]):
-        figures, _ = score(hypotheses, references[0], more=references[1:], requested=["ter", "chrf2++"])
+        figures, _ = score_and_compare(hypotheses, references[0], more=references[1:], requested=["ter", "chrf2++"])
         for name, theirs in (
             ("bleu", sacrebleu.BLEU()),
             ("bleu_lowercase", sacrebleu.BLEU(lowercase=True)),
@@ -267,7 +271,7 @@ class Lines:
 def test_a_registered_metric_is_scored_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METRICS, "line_length", Lines())
     references, good, bad = ["a b", "c d"] * 20, ["a x", "c y"] * 20, ["a x", "c"] * 20
-    figures, _ = score(bad, references)
+    figures, _ = score_and_compare(bad, references)
     assert figures["line_length"] == 50
     low, high = figures["line_length_interval"]
     assert low < 50 < high
