@@ -5,7 +5,6 @@ found. `tests/pipeline/test_private_api.py` fails if PyTorch changes one of them
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,16 +60,23 @@ def has_while_loop() -> bool:
     return torch.__version__ >= "2.12"
 
 
-def while_loop(condition: Callable[..., Tensor], body: Callable[..., Any], state: Sequence[Any]) -> Any:
+def while_loop(
+    condition: Callable[..., Tensor],
+    body: Callable[..., Sequence[Tensor]],
+    state: Sequence[Tensor],
+    constants: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
     """Call `body` as often as `condition` says, as one operator of an exported program, and return the last state.
 
     Args:
-        condition: takes the parts of the state and returns a bool tensor [].
-        body: takes them and returns new ones, of the same shapes and types.
-        state: tensors, tuples and lists of tensors.
+        condition: takes the tensors of the state and the constants, and returns a bool tensor [].
+        body: takes them and returns new tensors of the state, of the same shapes and types.
+        state: tensors.
+        constants: tensors that every call gets as they are.
 
-    Public: none. Seen in 2.12 to 2.13.
+    Public: none; `torch._higher_order_ops.while_loop` itself runs Dynamo, which cannot record a state whose number of
+    sentences depends on values. Seen in 2.12 to 2.13.
     """
-    from torch._higher_order_ops.while_loop import while_loop as loop  # Training needs none of it.
+    from torch._higher_order_ops.while_loop import while_loop_op  # Training needs none of it.
 
-    return loop(condition, body, tuple(state))
+    return while_loop_op(condition, body, tuple(state), tuple(constants))  # type: ignore[arg-type]

@@ -1,9 +1,12 @@
 """`model.pt2`: beam search as one program of torch.export, which PyTorch recommends in place of TorchScript.
 
 The program takes ids [B, S] and a mask [B, S] and returns what `BeamSearch.beam` returns. Beam size, length penalty,
-stop rule, number of answers and largest number of extra tokens are constants. Its loop is a `while_loop` over
-tensors of fixed shapes: the cache has slots for the longest answer that the batch allows, no sentence leaves the batch,
-and each sentence has N hypotheses from the first step on, of which all but one then have probability 0.
+stop rule, number of answers and largest number of extra tokens are constants. Each sentence has N hypotheses from the
+first step on, of which all but one then have probability 0.
+
+A `while_loop` keeps the shapes of its tensors, and its steps return new ones: they copy the cache. So the search is a
+chain of such loops. Between two of them finished sentences leave, and the cache grows; the last has room for the
+longest answer that the batch allows.
 
 Shapes: B sentences, S source length, N hypotheses per sentence, M answers per sentence, L length of the longest allowed
 answer.
@@ -12,12 +15,13 @@ answer.
 import logging
 import operator
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data_module.errors import InputError
@@ -45,6 +49,8 @@ Specials = tuple[int, int, int]
 """Ids of the begin, end and padding symbols."""
 Memory = list[tuple[Tensor, Tensor]]
 """Keys and values of cross-attention of each decoder layer."""
+STAGES = 8, 8, 16, 32
+"""Positions that the loops before the last one add."""
 
 
 class ComputedPositions(nn.Module):
@@ -67,12 +73,52 @@ def with_computed_positions(network: Transformer) -> Transformer:
     return network
 
 
+class SearchStep(nn.Module):
+    """One position of the search."""
+
+    def __init__(self, network: Transformer, specials: Specials, options: BeamArguments) -> None:
+        super().__init__()
+        self.network = PaddedTransformer(with_computed_positions(network))
+        self.bos_id, self.eos_id, self.pad_id = specials
+        self.options, self.vocabulary_size = options, network.vocabulary_size
+        self.max_positions = network.positions.max_positions
+
+    def forward(self, state: "_State", memory: Memory, source_mask: Tensor, limits: Tensor) -> "_State":
+        """Return the state after one more position, with new tensors: a loop's body may not write to its inputs."""
+        options, size = self.options, self.options.beam_size
+        position: Any = state.place.item()
+        start = position * size
+        torch._check(start >= 0)
+        paths = state.paths.clone()
+        cache = [(k.clone(), v.clone(), *cross) for (k, v), cross in zip(state.keys_values, memory, strict=True)]
+        for keys, values, _, _ in cache:
+            for slots in (keys.size(2), values.size(2)):
+                torch._check(start + size <= slots)
+                torch._check(start != slots)
+        if self.max_positions > 0:
+            torch._check(position < self.max_positions)
+        own_slots = torch.eye(size, dtype=torch.bool)
+        paths.narrow(2, start, size).copy_(own_slots.expand(paths.size(0), -1, -1))
+        used = paths.narrow(2, 0, start + size)
+        states = self.network.step(state.last, position, start, cache, source_mask, used)[0]
+        steps = next_log_probabilities(self.network.logits(states), self.bos_id, self.pad_id)
+        forced = torch.where(position + 1 >= limits, self.eos_id, -1)
+        values, parents, last = best_continuations(steps, state.totals, forced, size)
+        ends = last == self.eos_id
+        answers = add_answers(state.answers, values, parents, ends, torch.full_like(limits, position), options)
+        totals, parents, last = best_open(values.masked_fill(ends, float("-inf")), parents, last, size)
+        row = (parents * self.vocabulary_size + last).unsqueeze(0)
+        history = state.history.index_copy(0, state.place.unsqueeze(0), row)
+        paths = paths.gather(1, parents.unsqueeze(2).expand(-1, -1, paths.size(2)))
+        return _State(state.place + 1, totals, last, paths, history, answers, [layer[:2] for layer in cache])
+
+
 class SearchProgram(nn.Module):
     """`BeamSearch.beam` in operations that torch.export records."""
 
     def __init__(self, network: Transformer, specials: Specials, options: BeamArguments) -> None:
         super().__init__()
-        self.network = PaddedTransformer(with_computed_positions(network))
+        self.next = SearchStep(network, specials, options)
         self.bos_id, self.eos_id, self.pad_id = specials
         self.options, self.vocabulary_size = options, network.vocabulary_size
         self.max_positions = network.positions.max_positions
@@ -92,31 +138,75 @@ class SearchProgram(nn.Module):
         options, size = self.options, self.options.beam_size
         count, length = source.size(0), source.size(1) + options.max_extra_tokens
         limits = answer_limits(source_mask.sum(1), options.max_extra_tokens, self.max_positions)
-        limit_penalties = penalty(limits, options.length_penalty)
-        cache = self.network.init_cache(self.network.encode(source, source_mask), length * size)
-        memory = [layer[2:] for layer in cache]
+        cache = self.next.network.init_cache(self.next.network.encode(source, source_mask), 0)
         is_first = torch.arange(size) == 0
-        start = _State(
+        state = _State(
             torch.zeros([], dtype=torch.int64),
             torch.where(is_first, 0.0, float("-inf")).expand(count, -1).contiguous(),
             torch.full([count, size], self.bos_id),
-            torch.zeros([count, size, length * size], dtype=torch.bool),
-            torch.zeros([length, count, size], dtype=torch.int64),
+            torch.zeros([count, size, 0], dtype=torch.bool),
+            torch.zeros([0, count, size], dtype=torch.int64),
             no_answers(count, options.n_best, source.device),
             [layer[:2] for layer in cache],
         )
+        batch = _Batch(torch.arange(count), limits, source_mask, [layer[2:] for layer in cache])
+        answers, history = state.answers, state.history
+        for index, room in enumerate((*STAGES, length)):
+            if index > 0:
+                batch, state = self._select_open(batch, state)
+            state = self._run(batch, _with_room(state, room))
+            answers = Answers(
+                *(a.index_copy(0, batch.sentences, new) for a, new in zip(answers, state.answers, strict=True))
+            )
+            history = _with_rows(history, room).index_copy(1, batch.sentences, state.history)
+        lengths = answer_lengths(answers, size)
+        tokens = self._trace_back(history.narrow(0, 0, length), answers.ends.remainder(size), lengths)
+        return tokens, lengths, answers.scores, answers.log_probabilities
 
-        def goes_on(*state: Any) -> Tensor:
-            here = _State(*state)
-            return may_improve(here.answers, here.totals, limit_penalties, options).any()
+    def _select_open(self, batch: "_Batch", state: "_State") -> tuple["_Batch", "_State"]:
+        """Return the sentences whose search goes on; if there is none, a finished one, which takes no more steps."""
+        is_open = self._is_open(state, batch.limits)
+        num_open: Any = is_open.sum().clamp(min=1).item()
+        torch._check(num_open >= 1)
+        torch._check(num_open <= is_open.size(0))
+        places = is_open.long().argsort(descending=True, stable=True).narrow(0, 0, num_open)
+        memory = [(keys[places], values[places]) for keys, values in batch.memory]
+        place, totals, last, paths, history, answers, cache = state
+        return (
+            _Batch(batch.sentences[places], batch.limits[places], batch.source_mask[places], memory),
+            _State(
+                place,
+                totals[places],
+                last[places],
+                paths[places],
+                history[:, places],
+                Answers(*(part[places] for part in answers)),
+                [(keys[places], values[places]) for keys, values in cache],
+            ),
+        )
 
-        def step(*state: Any) -> _State:
-            return self._step(_State(*state), memory, source_mask, limits)
+    def _is_open(self, state: "_State", limits: Tensor) -> Tensor:
+        return may_improve(state.answers, state.totals, penalty(limits, self.options.length_penalty), self.options)
 
-        end = _State(*while_loop(goes_on, step, start))
-        lengths = answer_lengths(end.answers, size)
-        tokens = self._trace_back(end.history, end.answers.ends.remainder(size), lengths)
-        return tokens, lengths, end.answers.scores, end.answers.log_probabilities
+    def _run(self, batch: "_Batch", state: "_State") -> "_State":
+        """Search until no sentence is open or the cache is full."""
+        # All that a step reads is an input of the loop, since torch.export records no variables of the function around.
+        parts, weights = state.flat(), dict(self.next.named_parameters())
+        _, limits, source_mask, memory = batch
+        constants = (limits, source_mask, *(part for layer in memory for part in layer), *weights.values())
+
+        def goes_on(*inputs: Tensor) -> Tensor:
+            here, limits = _State.of(inputs[: len(parts)]), inputs[len(parts)]
+            return self._is_open(here, limits).any() & (here.place < here.history.size(0))
+
+        def step(*inputs: Tensor) -> tuple[Tensor, ...]:
+            here, (limits, source_mask, *others) = _State.of(inputs[: len(parts)]), inputs[len(parts) :]
+            memory, values = _pairs(others[: 2 * len(batch.memory)]), others[2 * len(batch.memory) :]
+            named = dict(zip(weights, values, strict=True))
+            new: _State = torch.func.functional_call(self.next, named, (here, memory, source_mask, limits))
+            return new.flat()
+
+        return _State.of(while_loop(goes_on, step, parts, constants))
 
     def _check(self, source: Tensor, source_mask: Tensor) -> None:
         is_outside = (source < 0) | (source >= self.vocabulary_size)
@@ -127,47 +217,19 @@ class SearchProgram(nn.Module):
             is_short = (source >= 0).sum(1) <= self.max_positions
             torch._assert_async(is_short.all(), f"a source has more than the network's {self.max_positions} positions")
 
-    def _step(self, state: "_State", memory: Memory, source_mask: Tensor, limits: Tensor) -> "_State":
-        """Return the state after one more position, with new tensors: a loop's body may not write to its inputs."""
-        options, size = self.options, self.options.beam_size
-        position = int(state.place.item())
-        start = position * size
-        torch._check(start >= 0)
-        paths, history = state.paths.clone(), state.history.clone()
-        cache = [(k.clone(), v.clone(), *cross) for (k, v), cross in zip(state.keys_values, memory, strict=True)]
-        for keys, values, _, _ in cache:
-            for slots in (keys.size(2), values.size(2)):
-                torch._check(start + size <= slots)
-                torch._check(start != slots)
-        if self.max_positions > 0:
-            torch._check(position < self.max_positions)
-        own_slots = torch.eye(size, dtype=torch.bool)
-        paths.narrow(2, start, size).copy_(own_slots.expand(paths.size(0), -1, -1))
-        used = paths.narrow(2, 0, start + size)
-        states = self.network.step(state.last, position, start, cache, source_mask, used)[0]
-        steps = next_log_probabilities(self.network.logits(states), self.bos_id, self.pad_id)
-        forced = torch.where(position + 1 >= limits, self.eos_id, -1)
-        values, parents, last = best_continuations(steps, state.totals, forced, size)
-        ends = last == self.eos_id
-        answers = add_answers(state.answers, values, parents, ends, torch.full_like(limits, position), options)
-        totals, parents, last = best_open(values.masked_fill(ends, float("-inf")), parents, last, size)
-        history.narrow(0, position, 1).copy_((parents * self.vocabulary_size + last).unsqueeze(0))
-        paths = paths.gather(1, parents.unsqueeze(2).expand(-1, -1, paths.size(2)))
-        return _State(state.place + 1, totals, last, paths, history, answers, [layer[:2] for layer in cache])
-
     def _trace_back(self, history: Tensor, here: Tensor, lengths: Tensor) -> Tensor:
         """Return the answers' tokens [B, M, L], read from the history [L, B, N] as `BeamSearch` does."""
 
-        def goes_on(step: Tensor, here: Tensor, tokens: Tensor) -> Tensor:
+        def goes_on(step: Tensor, *others: Tensor) -> Tensor:
             return (step >= 0).any()
 
-        def back(step: Tensor, here: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def back(step: Tensor, here: Tensor, tokens: Tensor, history: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
             entries, left = history.index_select(0, step)[0], lengths - 1 - step
             row, here = trace_back(entries, here, left, self.eos_id, self.pad_id, self.vocabulary_size)
             return step - 1, here, tokens.index_copy(0, step, row.unsqueeze(0))
 
         tokens = torch.full([history.size(0), here.size(0), here.size(1)], self.pad_id)
-        tokens = while_loop(goes_on, back, (torch.full([1], history.size(0) - 1), here, tokens))[2]
+        tokens = while_loop(goes_on, back, (lengths.max().unsqueeze(0) - 1, here, tokens), (history, lengths))[2]
         return tokens.permute(1, 2, 0)
 
 
@@ -187,6 +249,46 @@ class _State(NamedTuple):
     answers: Answers
     keys_values: list[tuple[Tensor, Tensor]]
     """The cache of self-attention of each decoder layer."""
+
+    def flat(self) -> tuple[Tensor, ...]:
+        """Return all tensors, in order."""
+        return (*self[:5], *self.answers, *(part for layer in self.keys_values for part in layer))
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor]) -> "_State":
+        """Return the state of these tensors."""
+        place, totals, last, paths, history, *others = tensors
+        return _State(place, totals, last, paths, history, Answers(*others[:4]), _pairs(others[4:]))
+
+
+class _Batch(NamedTuple):
+    """The sentences that a stage of the search decodes, b of them."""
+
+    sentences: Tensor
+    """int64 [b], their indices in the program's input."""
+    limits: Tensor
+    """int64 [b], maximum length of an answer."""
+    source_mask: Tensor
+    """bool [b, S]."""
+    memory: Memory
+    """Keys and values of cross-attention of each decoder layer."""
+
+
+def _pairs(tensors: Sequence[Tensor]) -> Memory:
+    return list(zip(tensors[::2], tensors[1::2], strict=True))
+
+
+def _with_room(state: _State, room: int) -> _State:
+    """Return the state with room for more positions."""
+    slots = room * state.last.size(1)
+    pairs = [(F.pad(keys, (0, 0, 0, slots)), F.pad(values, (0, 0, 0, slots))) for keys, values in state.keys_values]
+    paths, history = F.pad(state.paths, (0, slots)), _with_rows(state.history, room)
+    return state._replace(paths=paths, history=history, keys_values=pairs)
+
+
+def _with_rows(history: Tensor, room: int) -> Tensor:
+    """Return the history [L, B, N] with room for more positions."""
+    return F.pad(history, (0, 0, 0, 0, 0, room))
 
 
 @contextmanager
