@@ -80,6 +80,19 @@ def test_the_search_with_other_settings(
         assert_equal(search.beam(source, source > 0), answers(model, source, n_best))
 
 
+class BranchingNorm(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if bool(x.sum() > 0) else -x
+
+
+def test_a_network_that_cannot_be_exported_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    model = make_model(tokenizer, num_layers=1)
+    model.network.encoder_norm = BranchingNorm()
+    with pytest.raises(InputError, match=r"^PyTorch cannot export the search of this network .*; leave out"):
+        write_exported_program(model, 1, "{}", tmp_path / "model.pt2")
+    assert not any(tmp_path.iterdir())
+
+
 def test_an_old_pytorch_leaves_the_format_out(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
