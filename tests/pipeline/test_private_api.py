@@ -106,22 +106,23 @@ def test_pytorch_call_after_backward() -> None:
 
 
 def test_pytorch_loops(tmp_path: Path) -> None:
-    """A loop over nested tensors, which reads what is around it, can be exported and saved."""
+    """A loop over tensors, whose sizes may depend on values, can be exported and saved."""
 
     class Powers(nn.Module):
         def forward(self, base: torch.Tensor) -> torch.Tensor:
-            def body(step: torch.Tensor, pair: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-                return step - 1, [pair[0] * base, pair[1] + base]
+            def body(step: torch.Tensor, power: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                return step - 1, power * base
 
-            start = torch.full([], 3), [torch.ones_like(base), torch.zeros_like(base)]
-            power, multiple = pytorch.while_loop(lambda step, pair: step > 0, body, start)[1]
-            return power + multiple
+            positive = base[base > 0]
+            start = torch.full([], 3), torch.ones_like(positive)
+            return pytorch.while_loop(lambda step, *others: step > 0, body, start, [positive])[1]
 
     assert pytorch.has_while_loop()
     program = torch.export.export(Powers(), (torch.ones(2),))
     torch.export.save(program, tmp_path / "powers.pt2")
     found = torch.export.load(tmp_path / "powers.pt2").module()
-    assert found(torch.tensor([2.0, 5.0])).tolist() == [14.0, 140.0]
+    assert found(torch.tensor([2.0, 5.0])).tolist() == [8.0, 125.0]
+    assert found(torch.tensor([-2.0, 5.0])).tolist() == [125.0]
 
 
 def test_pytorch_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
