@@ -55,7 +55,8 @@ def text_of_recipe(corpus: PlainValues) -> EvaluationText:
     """Return the text of `corpus.test`, each source once. Pairs with invalid UTF-8 are left out, or an error.
 
     Raises:
-        InputError: the recipe names no test text, or a source cannot be read or has sides of unequal length.
+        InputError: the recipe names no test text, a source cannot be read or has sides of unequal length, or no pair is
+            left.
     """
     checker = Checker({})
     settings = checker.dataclass(corpus, CorpusSettings, "corpus.")
@@ -72,6 +73,8 @@ def text_of_recipe(corpus: PlainValues) -> EvaluationText:
             result.references[0].extend(chunk.target[i] for i in valid)
             result.prefixes.extend([text.prefix] * len(valid))
             result.parts.extend([name] * len(valid))
+    if not result.sources:
+        raise InputError("corpus.test: all lines have invalid UTF-8; correct them, or give --source and --reference")
     return result
 
 

@@ -323,3 +323,10 @@ def test_invalid_pairs_are_left_out_where_the_recipe_says_so(
     assert f"this: {tmp_path}/0.tsv:2: invalid UTF-8" in refusal("evaluate", "this")
     recipe["this"].recipe["corpus"]["drop_invalid_utf8"] = True
     assert evaluated()["sources"]["de"]["sentences"] == 2 + 1
+    (tmp_path / "1.tsv").write_bytes(b"\xff\t\xff\n")
+    without_french = evaluated()
+    assert "sources" not in without_french
+    assert without_french["sentences"] == 2 + 1
+    for number in (0, 2):
+        (tmp_path / f"{number}.tsv").write_bytes(b"\xff\ta\n")
+    assert "error: this: corpus.test: all lines have invalid UTF-8; correct them" in refusal("evaluate", "this")
