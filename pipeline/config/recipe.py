@@ -245,6 +245,8 @@ def _override(values: PlainValues, places: dict[str, str], arguments: list[str])
         if not argument.startswith("--") or "." not in key:
             meant = " or ".join(f"--{setting}" for setting in _settings_named(key))
             as_what = f"did you mean {meant}?" if meant else "settings are given as --section.key value"
+            if argument.endswith(".yaml"):
+                as_what = "overlays are given as --config FILE"
             if (meant or argument.startswith("--")) and not equals and arguments and not arguments[0].startswith("--"):
                 arguments.pop(0)
             mistakes.append(f"argument '{argument}' is unknown; {as_what}")

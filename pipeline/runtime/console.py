@@ -127,7 +127,10 @@ def _full_stream() -> str:
         try:
             stream.flush()  # Where it fails, Python drops the data: the next call does not fail.
             descriptor = stream.fileno()
-            is_full = stat.S_ISREG(os.fstat(descriptor).st_mode) and os.fstatvfs(descriptor).f_bavail == 0
+            mode = os.fstat(descriptor).st_mode
+            if stat.S_ISCHR(mode) and not os.isatty(descriptor):  # such as /dev/full
+                os.write(descriptor, b"\n")
+            is_full = stat.S_ISREG(mode) and os.fstatvfs(descriptor).f_bavail == 0
         except UnsupportedOperation:  # no file, as in a notebook
             is_full = False
         except OSError:

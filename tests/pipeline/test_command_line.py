@@ -89,6 +89,9 @@ def test_a_full_standard_stream_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pa
             stream.write("text")
             patch.setattr(sys, name, stream)
             assert user_message(full) == f"{said}: {way_out}"
+            with suppress(OSError):  # Python drops what it could not write.
+                stream.flush()
+            assert user_message(full) == f"{said}: {way_out}"
             with suppress(OSError):
                 stream.close()
         with monkeypatch.context() as patch, (tmp_path / "on a full disk").open("w") as stream:

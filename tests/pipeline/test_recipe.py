@@ -146,6 +146,7 @@ MISTAKES = [
     # Options.
     ("", ["--fersh"], "argument '--fersh' is unknown; settings are given as"),
     ("", ["--warmup_steps", "9"], "argument '--warmup_steps' is unknown; did you mean --training.warmup_steps?"),
+    ("", ["cpu.yaml"], "argument 'cpu.yaml' is unknown; overlays are given as --config FILE"),
     ("", ["--network.d_ff"], "argument '--network.d_ff' needs a value"),
 ]
 
