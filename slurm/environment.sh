@@ -86,13 +86,15 @@ submit() {
     local id after=(${previous:+--dependency=afterok:$previous --kill-on-invalid-dep=yes})
     read -r -a all <<<"${JOB_OPTIONS:-}"
     if ! id=$(sbatch --parsable "--job-name=$1" "${after[@]}" "${all[@]}" "${@:2}"); then
-        [[ -z ${first:-} ]] || scancel "$first"
         say "sbatch rejected the $1 job, see above; the other jobs are cancelled"
+        [[ -z $first ]] || scancel "$first"
         exit 2
     fi
     previous=${id%%;*} first=${first:-${id%%;*}}
     echo "$1 $previous"
 }
+# Ids of the first and of the newest submitted job.
+first="" previous=""
 
 # Run a pipeline command on all tasks and return its exit code. If one task fails, srun ends all of them.
 # A signal interrupts `wait`; the command handles signals itself, so wait again until it has ended.

@@ -81,13 +81,13 @@ def current_step(environment: Mapping[str, str] = os.environ) -> JobStep | None:
 
     Raises InputError if several tasks were not started by srun, or not the same number on each node.
     """
-    tasks = int(environment.get("SLURM_NTASKS", 1))
+    tasks = int(environment.get("SLURM_NTASKS", 1)) if _in_job(environment) else 1
     if tasks > 1 and _in_terminal(environment):
         raise InputError(
             f"the step has {tasks} tasks, and only this one runs in the terminal of srun --pty; start ranks with"
             " srun --overlap, or ask for one task"
         )
-    if tasks > 1 and _in_job(environment) and not _in_step(environment):
+    if tasks > 1 and not _in_step(environment):
         raise InputError(f"the job has {tasks} tasks and this process was not started by srun; start it with srun")
     if not is_task(environment):
         return None

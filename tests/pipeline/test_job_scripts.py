@@ -452,7 +452,8 @@ def test_a_chain_without_a_job_is_cancelled(tmp_path: Path) -> None:
 def test_a_chain_is_submitted_from_a_session_in_another_folder(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / ".mistake-3").touch()
-    session = {"SLURM_SUBMIT_DIR": str(tmp_path / "other"), "SLURM_JOB_ID": "3"}
-    output, _, _ = submit(tmp_path, ["runs/a"], PYTHON="./python", **session)
+    session = {"SLURM_SUBMIT_DIR": str(tmp_path / "other"), "SLURM_JOB_ID": "3", "first": "3", "previous": "3"}
+    output, _, jobs = submit(tmp_path, ["runs/a"], PYTHON="./python", **session)
     assert output.endswith("export 7\n")
+    assert "afterok:3" not in jobs
     assert (tmp_path / ".mistake-3").exists()

@@ -151,6 +151,7 @@ def test_a_terminal_is_no_task(terminal_task: str, plain_task: str) -> None:
     "environment",
     [
         {},
+        {"SLURM_NTASKS": ""},  # which srun reads, outside a job
         {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"},  # a batch script of one task, without srun
         {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "4294967290"},  # the shell of salloc
         {**TASK, "TORCHELASTIC_RUN_ID": "none"},  # torchrun inside a job
