@@ -9,6 +9,7 @@ import threading
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import yaml
 
 from data_module.errors import InputError
 from pipeline.__main__ import main
-from pipeline.commands import stages
+from pipeline.commands import stages, synthesis
 from pipeline.commands.stages import Stage, run_stages
 from pipeline.commands.synthesis import averaged
 from pipeline.config.recipe import Recipe, load_recipe, recipe_from_dict
@@ -200,6 +201,27 @@ def test_mistakes(place: Path, trained_run: Path, tmp_path: Path) -> None:
         assert f"has another vocabulary than {corpus}" in refusal("synthesize", *distil, str(other))
     finally:
         (corpus / "manifest.json").write_bytes(kept)
+
+
+def test_a_model_of_the_opposite_direction_is_refused(
+    place: Path, trained_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recipe translates from English to German."""
+    for words, source, target in (
+        (["distillation", *BACK[1:], "--teacher"], "de", "en"),
+        ([*BACK, "--reverse-model"], "en", "de"),
+    ):
+        corpus = {"source_language": source, "target_language": target, "folder": "gone"}
+        model = SimpleNamespace(name="this", recipe={"corpus": corpus})
+        monkeypatch.setattr(synthesis, "load_file", lambda *_, model=model, **__: model)
+        assert (
+            f"{words[-1]} this: translates from {source} to {target}; give a model that translates from {target} to"
+            f" {source}"
+        ) in refusal("synthesize", *words, trained_run, "--plan")
+        assert not Path("work").exists()
+        corpus |= {"source_language": target, "target_language": source}
+        assert main(["synthesize", *words, str(trained_run), "--plan"]) == 0
+        shutil.rmtree("work")
 
 
 def test_what_has_changed_is_named(place: Path, trained_run: Path) -> None:
