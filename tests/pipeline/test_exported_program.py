@@ -10,12 +10,12 @@ import torch
 
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
-from model.decoding import BeamResult, BeamSearch
+from model.decoding import BeamArguments, BeamResult, BeamSearch
 from model.settings import DecodingSettings
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export import exported_program
 from pipeline.export.bundle_writer import bundle_files
-from pipeline.export.exported_program import ExportedSearch, write_exported_program
+from pipeline.export.exported_program import ExportedSearch, SearchProgram, write_exported_program
 from tests.model.search_truth import VOCABULARY_SIZE
 from tests.pipeline.test_export import make_model, stops_at_first
 
@@ -58,6 +58,22 @@ def test_the_search_with_the_first_stop_rule_and_what_it_refuses(tokenizer: Toke
             search.beam(source, None)
     with pytest.raises(RuntimeError, match="source_mask leaves a sentence without any token"):
         search.beam(SOURCE, torch.arange(4).unsqueeze(1) > SOURCE)
+
+
+def test_answers_of_all_stages(tokenizer: Tokenizer) -> None:
+    """The search as it is before its export. One sentence leaves after the first stage, the others reach the last."""
+    model = stops_at_first(tokenizer)
+    torch.manual_seed(1)
+    source = torch.randint(4, VOCABULARY_SIZE, (4, 6))
+    model = replace(model, decoding=replace(model.decoding, max_extra_tokens=60))
+    specials = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
+    search = SearchProgram(model.network, specials, BeamArguments(2, 0.0, 60, 2, True)).eval()
+    expected = answers(model, source, 2)
+    lengths = expected.lengths.flatten().tolist()
+    assert min(lengths) < 8
+    assert max(lengths) > 64
+    with torch.no_grad():
+        assert_equal(BeamResult(*search(source, source > 0)), expected)
 
 
 @pytest.mark.slow
