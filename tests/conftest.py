@@ -6,11 +6,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ import yaml
 from tests.fork_server import ForkServer
 
 if TYPE_CHECKING:
+    from data_module.files import PlainValues
     from data_module.tokenization.tokenizer import Tokenizer
 
 with suppress(ModuleNotFoundError):  # some GPU machines lack it
@@ -77,7 +78,7 @@ def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "corpus"
 
 
-def train_tokenizer(text: Iterable[str], vocabulary_size: int, **options: Any) -> "Tokenizer":
+def train_tokenizer(text: Iterable[str], vocabulary_size: int, **options: object) -> "Tokenizer":
     """Return a tokenizer that is trained on sentences as `prepare` trains it; the options are keys of `corpus:`."""
     from data_module.settings import CorpusSettings
     from data_module.tokenization.tokenizer import Tokenizer, normalize_white_space
@@ -111,7 +112,7 @@ def another_user() -> Iterator[Path]:
             os.seteuid(user)
 
 
-def tiny_recipe(texts: Path) -> dict[str, Any]:
+def tiny_recipe(texts: Path) -> "PlainValues":
     """Return a recipe for the tiny corpus, without dropout, in float32; twelve steps take about a second."""
     text = {
         split: {"source": str(texts / f"{split}.source"), "target": str(texts / f"{split}.target")}
@@ -143,40 +144,48 @@ def recipe_file(tiny_corpus: Path, tmp_path: Path) -> Path:
     return path
 
 
-def pipeline(*arguments: object, text: str | bytes | None = None, **options: Any) -> subprocess.CompletedProcess:
+def pipeline(
+    *arguments: object,
+    text: str | bytes | None = None,
+    environment: Mapping[str, str] = {},
+    cwd: Path | None = None,
+) -> subprocess.CompletedProcess:
     """Run `python -m pipeline ...`; the output is bytes.
 
     The process is a fork of one that has imported PyTorch; with an `environment` that packages may read when they are
     imported, it is a new interpreter.
     """
-    added = options.pop("environment", {})
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **added}
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
     given = text if isinstance(text, bytes) or text is None else text.encode()
     words = list(map(str, arguments))
-    if not all(name.startswith(("SLURM", "MASTER_")) for name in added):
+    if not all(name.startswith(("SLURM", "MASTER_")) for name in environment):
         return subprocess.run(
             [sys.executable, "-m", "pipeline", *words],
             capture_output=True,
             input=given,
-            env=environment,
+            env=variables,
+            cwd=cwd,
             check=False,
             timeout=300,
-            **options,
         )
-    return _forked("pipeline", words, given, environment=environment, **options)
+    return _forked("pipeline", words, given, variables, cwd)
 
 
 def program(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess:
     """Run Python code in a fork of a process that has imported PyTorch and Lightning; the output is bytes."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
-    return _forked("tests.run_code", [code, *map(str, arguments)], None, environment=variables)
+    return _forked("tests.run_code", [code, *map(str, arguments)], None, variables)
 
 
-def _forked(module: str, words: list[str], given: bytes | None, **options: Any) -> subprocess.CompletedProcess:
+def _forked(
+    module: str, words: list[str], given: bytes | None, environment: dict[str, str], cwd: Path | None = None
+) -> subprocess.CompletedProcess:
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         stdin.write(given or b"")
         stdin.seek(0)
-        process = ForkServer.shared().start(module, words, stdin=stdin, stdout=stdout, stderr=stderr, **options)
+        process = ForkServer.shared().start(
+            module, words, environment=environment, cwd=cwd, stdin=stdin, stdout=stdout, stderr=stderr
+        )
         try:
             process.wait(300)
         finally:
@@ -242,7 +251,7 @@ def marian(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class _Module(pytest.Module):
     """A test module that is skipped if a package that it imports is not installed; in CI, that is an error."""
 
-    def collect(self) -> Any:
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
         try:
             return super().collect()
         except self.CollectError as error:
@@ -286,7 +295,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """With `--dist loadgroup`, run the cluster's tests in one worker, starting at once.
 
     The groups of pytest-xdist 3.8 do not work with pytest 9.
@@ -320,7 +329,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     session.config.stash[_BEFORE] = _left_over()
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Fail for files that tests left in the project's folder; in CI, for skipped tests that need no GPU."""
     if left := sorted(_left_over() - terminalreporter.config.stash[_BEFORE]):
         terminalreporter._session.exitstatus = 1

@@ -24,7 +24,14 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TypedDict
+
+
+class Request(TypedDict):
+    module: str
+    arguments: list[str]
+    environment: dict[str, str]
+    cwd: str
 
 
 class ForkedProcess:
@@ -132,9 +139,9 @@ class ForkServer:
         *,
         environment: dict[str, str],
         cwd: Path | None = None,
-        stdin: int | Any = None,
-        stdout: int | Any = None,
-        stderr: int | Any = None,
+        stdin: int | IO[bytes] | None = None,
+        stdout: int | IO[bytes] | None = None,
+        stderr: int | IO[bytes] | None = None,
     ) -> ForkedProcess:
         """Start `python -m module arguments`; streams are given as for `subprocess.Popen`."""
         theirs, ours, to_close = [], [], []
@@ -155,7 +162,7 @@ class ForkServer:
             ours.append(pipe)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.connect(self._address)
-        request = {"module": module, "arguments": arguments, "environment": environment, "cwd": str(cwd or Path.cwd())}
+        request = Request(module=module, arguments=arguments, environment=environment, cwd=str(cwd or Path.cwd()))
         data = json.dumps(request).encode() + b"\n"
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", theirs))]
         sent = connection.sendmsg([data], ancillary)
@@ -171,7 +178,7 @@ class ForkServer:
         self._folder.cleanup()
 
 
-def serve(address: str) -> dict[str, Any]:
+def serve(address: str) -> Request:
     """Fork for each request. Returns in the forked process only, with the request."""
     import lightning.pytorch
     import sacrebleu
@@ -228,14 +235,14 @@ def _say(connection: socket.socket, number: int) -> None:
         connection.sendall(f"{number}\n".encode())
 
 
-def _request(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def _request(connection: socket.socket) -> tuple[Request, list[int]]:
     data, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
     while not data.endswith(b"\n"):
         data += connection.recv(1 << 20)
     return json.loads(data), list(streams)
 
 
-def become(request: dict[str, Any]) -> None:
+def become(request: Request) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # The tests may run under nohup, which ignores it.
     os.chdir(request["cwd"])
     os.environ.clear()
@@ -244,7 +251,7 @@ def become(request: dict[str, Any]) -> None:
     added = [path for path in request["environment"].get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [request["cwd"], *added, *sys.path[1:]]
     sys.argv = [request["module"], *request["arguments"]]
-    code: Any = 0
+    code: int | str | None = 0
     try:
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
     except SystemExit as end:
