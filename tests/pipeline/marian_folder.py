@@ -4,7 +4,6 @@ import io
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 import sentencepiece
 import torch
@@ -12,7 +11,8 @@ import transformers
 
 from tests.conftest import sentences
 
-SHAPE: dict[str, Any] = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 1}
+Loaded = "tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]"
+SHAPE = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 1}
 NETWORK = ["--network.num_layers", 2, "--network.num_decoder_layers", 1]
 """Settings of the tiny recipe that give its network this shape."""
 
@@ -68,7 +68,9 @@ def write_marian(folder: Path) -> Path:
     return folder
 
 
-def _train(model: Any, tokenizer: Any, lines: list[str]) -> None:
+def _train(
+    model: "transformers.PreTrainedModel", tokenizer: "transformers.PreTrainedTokenizerBase", lines: list[str]
+) -> None:
     """Learn a little, so that answers differ and end."""
     optimizer = torch.optim.Adam([one for one in model.parameters() if one.requires_grad], lr=5e-3)
     for step in range(120):
@@ -83,6 +85,6 @@ def _train(model: Any, tokenizer: Any, lines: list[str]) -> None:
 HEADS = {"ffn_dim": 32, "attention_heads": 2}
 
 
-def load(folder: Path) -> tuple[Any, Any]:
+def load(folder: Path) -> Loaded:
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, local_files_only=True)
     return model.eval(), transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)

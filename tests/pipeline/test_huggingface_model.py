@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ import transformers
 import yaml
 
 from data_module.errors import InputError
+from data_module.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from model.settings import DecodingSettings
@@ -21,6 +21,7 @@ from pipeline.export.huggingface_model import generation_settings, require_maria
 from pipeline.inference.translator import LONGEST
 from tests.conftest import sentences, train_tokenizer
 from tests.model.search_truth import VOCABULARY_SIZE
+from tests.pipeline.marian_folder import Loaded, load
 from tests.pipeline.test_export import LEFT_OUT, TEXT, make_model
 from tests.pipeline.test_export import SHAPES as EVERY_SHAPE
 
@@ -40,12 +41,7 @@ TEXTS = [
 ]
 
 
-def load(folder: Path) -> tuple[Any, Any]:
-    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, local_files_only=True)
-    return model.eval(), transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-
-
-def write(network: Transformer, tokenizer: Tokenizer, folder: Path) -> tuple[Any, Any]:
+def write(network: Transformer, tokenizer: Tokenizer, folder: Path) -> Loaded:
     write_huggingface(network, tokenizer, SETTINGS, 0.4, ("en", "de"), folder)
     return load(folder)
 
@@ -75,7 +71,7 @@ def test_logits_and_greedy_answers_are_the_same(tokenizer: Tokenizer, tmp_path: 
     [{}, {"lowercase": True}, {"byte_fallback": True, "vocabulary_size": 340}],
     ids=["plain", "lower case", "bytes"],
 )
-def test_the_tokenizer_is_the_same(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_the_tokenizer_is_the_same(tmp_path: Path, options: dict[str, int]) -> None:
     size = options.pop("vocabulary_size", 90)
     lines = [*sentences(300, 1), "x é É ☃ no-break\u00a0space"]
     tokenizer = train_tokenizer(lines, size, user_symbols=["<2de>"], **options)
@@ -88,7 +84,7 @@ def test_the_tokenizer_is_the_same(tmp_path: Path, options: dict[str, Any]) -> N
 
 
 def test_generation_settings(tokenizer: Tokenizer) -> None:
-    def settings(**changes: Any) -> dict[str, Any]:
+    def settings(**changes: object) -> PlainValues:
         found = generation_settings(tokenizer, DecodingSettings(**changes), 0.4)
         transformers.GenerationConfig(**found).validate(strict=True)
         return found
