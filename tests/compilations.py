@@ -1,7 +1,6 @@
 """Counts what torch.compile compiles, by private functions of PyTorch 2.11 to 2.13."""
 
 from types import TracebackType
-from typing import Any
 
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters
@@ -31,5 +30,5 @@ class Compilations:
         if self._count_one in callback_handler.start_callbacks:  # `torch.compiler.reset` removes it.
             callback_handler.remove_start_callback(self._count_one)
 
-    def _count_one(self, _: Any) -> None:
+    def _count_one(self, _: object) -> None:
         self.count += 1

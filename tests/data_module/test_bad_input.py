@@ -7,11 +7,11 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from data_module.corpus.checks import check_text
+from data_module.corpus.manifest import Manifest
 from data_module.corpus.preparation import prepare
 from data_module.corpus.store import TokenStoreWriter, open_corpus
 from data_module.errors import InputError
@@ -37,7 +37,7 @@ class Workplace:
         (self.folder / name).write_bytes(data)
         return self.folder / name
 
-    def fails(self, *parts: str, **changes: Any) -> str:
+    def fails(self, *parts: str, **changes: object) -> str:
         """Run prepare, check the message and that nothing is left, and return the message."""
         with pytest.raises(InputError) as caught:
             prepare(replace(self.settings, **changes), progress=False)
@@ -48,7 +48,7 @@ class Workplace:
         assert not [path for path in self.folder.iterdir() if "corpus" in path.name]
         return message
 
-    def works(self, **changes: Any) -> dict[str, Any]:
+    def works(self, **changes: object) -> Manifest:
         manifest = prepare(replace(self.settings, **changes), progress=False)
         assert len(open_corpus(self.folder / "corpus", "train")) == manifest["train"]["pairs_kept"]
         return manifest
@@ -109,7 +109,7 @@ def be_a_folder(path: Path) -> None:
         ("train.de", lambda path: path.write_bytes(lzma.compress(b"a")), "is compressed; unpack it (unxz)"),
     ],
 )
-def test_a_file_that_is_no_text(place: Workplace, name: str, spoil: Callable[[Path], Any], message: str) -> None:
+def test_a_file_that_is_no_text(place: Workplace, name: str, spoil: Callable[[Path], object], message: str) -> None:
     path = place.folder / name
     text = path.read_bytes()
     spoil(path)
@@ -163,7 +163,7 @@ def test_both_sides_the_same_file(place: Workplace) -> None:
 def test_full_disk(place: Workplace, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     """Nothing is left of a new corpus, and all of the old one when it is rebuilt."""
 
-    def full(*_: Any) -> None:
+    def full(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as patch:
@@ -202,7 +202,7 @@ def test_bytes_that_neither_end_a_line_nor_are_text(place: Workplace) -> None:
         ("user_symbols", ["</s>"], "'</s>' is the name of a special piece"),
     ],
 )
-def test_settings_out_of_range(place: Workplace, key: str, value: Any, message: str) -> None:
+def test_settings_out_of_range(place: Workplace, key: str, value: object, message: str) -> None:
     place.fails(f"corpus.{key}: ", message, **{key: value})
 
 

@@ -2,7 +2,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
 from random import Random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +29,7 @@ def _words(lines: Iterable[str]) -> list[str]:
     return [word for line in lines for word in normalize_white_space(line).split(" ")]
 
 
-KINDS: dict[str, dict[str, Any]] = {
+KINDS: dict[str, dict[str, object]] = {
     "cased": {},
     "lowercase": {"lowercase": True},
     "symbols": {"user_symbols": ["<b>", "tion", "le<"], "byte_fallback": True, "lowercase": True},

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -48,7 +47,7 @@ def test_noise_that_the_tokenizer_does_not_know_or_that_is_the_same_in_all_epoch
         assert warnings_of(replace(settings, **way_out)) == []
 
 
-def sizes(folder: Path, num_pairs: int, vocabulary_size: int, **options: Any) -> list[str]:
+def sizes(folder: Path, num_pairs: int, vocabulary_size: int, **options: object) -> list[str]:
     """Warnings about a text of 50 bytes a pair."""
     text = text_of(folder, "train", ["a" * 24] * num_pairs, ["b" * 24] * num_pairs)
     settings = replace(settings_of(folder, [text], text), vocabulary_size=vocabulary_size, **options)

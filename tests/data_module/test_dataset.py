@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
@@ -86,7 +85,7 @@ def settings(tmp_path: Path) -> CorpusSettings:
     )
 
 
-def fails(settings: CorpusSettings, *parts: str, **changes: Any) -> str:
+def fails(settings: CorpusSettings, *parts: str, **changes: object) -> str:
     with pytest.raises(InputError) as caught:
         made(replace(settings, **changes))
     message = str(caught.value)
@@ -97,7 +96,7 @@ def fails(settings: CorpusSettings, *parts: str, **changes: Any) -> str:
     return message
 
 
-def changed(settings: CorpusSettings, **changes: Any) -> list[TextSource]:
+def changed(settings: CorpusSettings, **changes: object) -> list[TextSource]:
     return [replace(settings.train[0], **changes)]
 
 
@@ -218,14 +217,14 @@ def test_by_name_from_the_hub(settings: CorpusSettings, tmp_path: Path, monkeypa
     wmt_like(hub / "wmt/wmt14")
     monkeypatch.chdir(tmp_path)
 
-    def builder_of(path: str, *arguments: Any, **options: Any) -> Any:
+    def builder_of(path: str, *arguments: object, **options: object) -> datasets.DatasetBuilder:
         if not (hub / path).exists():
             raise datasets.exceptions.DatasetNotFoundError(path)
         builder = load(str(hub / path), *arguments, **options)
         builder.hash = "a" * 40
         return builder
 
-    def download(_: Any, files: list[str]) -> list[str]:
+    def download(_: object, files: list[str]) -> list[str]:
         fetched.extend(files)
         return files
 
@@ -298,7 +297,7 @@ def test_no_such_data_set_subset_split_or_language(settings: CorpusSettings, tmp
     ],
 )  # fmt: skip
 def test_folders_that_are_not_data_sets_of_translations(
-    settings: CorpusSettings, tmp_path: Path, write: Callable[[Path], Any], message: str
+    settings: CorpusSettings, tmp_path: Path, write: Callable[[Path], object], message: str
 ) -> None:
     folder = tmp_path / "other"
     folder.mkdir()

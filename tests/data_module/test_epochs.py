@@ -7,7 +7,6 @@ import signal
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +39,7 @@ def test_plans_of_other_settings_are_not_reused(
     tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    settings: dict[str, Any] = {"batch_tokens": 400, "seed": 1}
+    settings = {"batch_tokens": 400, "seed": 1}
     plans = []
     for split, change in (
         ("train", {}),

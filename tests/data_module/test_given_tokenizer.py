@@ -6,7 +6,6 @@ import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ from tests.data_module.test_preparation import made, write_pairs
 NUMBERS = ["In 1999, 12,345.67 of 1.000 were 3rd.", "30 °C, 24/7, +49 30 1234567, 2024-05-01", "1999 2000 20 1 a1b22c"]
 
 
-def settings_of(texts: Path, **changes: Any) -> CorpusSettings:
+def settings_of(texts: Path, **changes: object) -> CorpusSettings:
     train, validation = (
         [TextSource(str(texts / f"{split}.source"), str(texts / f"{split}.target"))]
         for split in ("train", "validation")
@@ -38,7 +37,7 @@ def settings_of(texts: Path, **changes: Any) -> CorpusSettings:
     return CorpusSettings(**defaults | changes)
 
 
-def exchanged(settings: CorpusSettings) -> dict[str, Any]:
+def exchanged(settings: CorpusSettings) -> dict[str, list[TextSource]]:
     return {
         split: [TextSource(text.target, text.source) for text in getattr(settings, split)]
         for split in ("train", "validation")
@@ -81,7 +80,7 @@ def test_two_directions_have_one_vocabulary(tiny_corpus: Path, tmp_path: Path) -
     ],
 )
 def test_a_tokenizer_that_does_not_suit_is_refused_before_text_is_read(
-    tiny_corpus: Path, tmp_path: Path, changes: dict[str, Any], message: str
+    tiny_corpus: Path, tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
     """By `prepare`, `fit` and `doctor`. The training text is not there, which would be said next."""
     values = tiny_recipe(tiny_corpus.parent)
@@ -98,7 +97,7 @@ def test_a_tokenizer_that_does_not_suit_is_refused_before_text_is_read(
     assert not (tmp_path / "corpus").exists()
 
 
-def model_of(**options: Any) -> bytes:
+def model_of(**options: object) -> bytes:
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["a house and a tree"] * 9), model_writer=model, vocab_size=15, minloglevel=2, **options
@@ -116,7 +115,7 @@ def model_of(**options: Any) -> bytes:
         ({"normalization_rule_name": "identity"}, r"pad, unk, bos, eos are \(-1, 0, 1, 2\), not \(0, 1, 2, 3\)"),
     ],
 )
-def test_models_of_other_programs(tiny_corpus: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_models_of_other_programs(tiny_corpus: Path, tmp_path: Path, options: dict[str, object], message: str) -> None:
     model = tmp_path / "other.model"
     model.write_bytes(model_of(**options))
     settings = settings_of(
@@ -179,7 +178,7 @@ def test_each_digit_is_a_piece_for_all_encoders(splitting: Tokenizer) -> None:
     dropped = [ids.tolist() for ids in DropoutEncoder(splitting, 0.5).encode(NUMBERS, 1)]
     assert dropped != plain
     assert splitting.decode(dropped) == NUMBERS
-    exported: Any = sentencepiece.SentencePieceProcessor(model_proto=standalone_model(splitting))
+    exported = sentencepiece.SentencePieceProcessor(model_proto=standalone_model(splitting))
     assert exported.encode(NUMBERS) == plain
 
 
@@ -187,7 +186,7 @@ def test_digits_in_noise_are_single_too(tmp_path: Path) -> None:
     chooser = random.Random(1)
     pairs = [(f"{chooser.randrange(10**6)} {line}",) * 2 for line in sentences(200, 9)]
     text = write_pairs(tmp_path, "train", pairs)
-    options: dict[str, Any] = {"noise": NoiseSettings(number=0.5), "bpe_dropout": BpeDropout(0.1, 0.1), "variants": 2}
+    options = {"noise": NoiseSettings(number=0.5), "bpe_dropout": BpeDropout(0.1, 0.1), "variants": 2}
     made(CorpusSettings(str(tmp_path / "corpus"), [text], [text], vocabulary_size=90, split_digits=True, **options))
     tokenizer = Tokenizer.load(tmp_path / "corpus/tokenizer.model")
     for variant in open_variants(tmp_path / "corpus"):

@@ -10,12 +10,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from data_module.corpus.builder import learn_tokenizer
 from data_module.corpus.checks import check_text
+from data_module.corpus.manifest import Manifest, PairCounts
 from data_module.corpus.preparation import in_use, prepare
 from data_module.corpus.store import open_corpus
 from data_module.errors import InputError
@@ -33,7 +33,7 @@ def pairs_of_text(count: int, seed: int) -> list[tuple[str, str]]:
     return [(source, " ".join(reversed(source.split()))) for source in sources]
 
 
-def write_pairs(folder: Path, name: str, pairs: list[tuple[str, str]], **options: Any) -> TextSource:
+def write_pairs(folder: Path, name: str, pairs: list[tuple[str, str]], **options: object) -> TextSource:
     for side, column in (("en", 0), ("de", 1)):
         text = "".join(pair[column] + "\n" for pair in pairs)
         (folder / f"{name}.{side}").write_bytes(text.encode(errors="surrogateescape"))
@@ -47,7 +47,7 @@ def settings(tmp_path: Path) -> CorpusSettings:
     return CorpusSettings(str(tmp_path / "corpus"), [train], [validation], vocabulary_size=60)
 
 
-def made(settings: CorpusSettings, **options: Any) -> dict[str, Any]:
+def made(settings: CorpusSettings, **options: object) -> Manifest:
     return prepare(settings, progress=False, **options)
 
 
@@ -64,11 +64,11 @@ def contents(folder: str | Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
-def dropped(account: dict[str, Any]) -> dict[str, int]:
+def dropped(account: PairCounts) -> dict[str, int]:
     return {reason: entry["pairs"] for reason, entry in account["pairs_dropped"].items() if entry["pairs"]}
 
 
-def assert_adds_up(manifest: dict[str, Any]) -> None:
+def assert_adds_up(manifest: Manifest) -> None:
     for split in ("train", "validation"):
         account = manifest[split]
         assert account["pairs_read"] == account["pairs_kept"] + sum(dropped(account).values())
@@ -159,7 +159,7 @@ def test_long_validation_pairs_are_named(settings: CorpusSettings, caplog: pytes
 
 
 def test_the_tokenizer_learns_from_a_seeded_sample(settings: CorpusSettings) -> None:
-    def model(**changes: Any) -> str:
+    def model(**changes: object) -> str:
         return made(replace(settings, vocabulary_size=45, **changes), force=True)["tokenizer"]["sha256"]
 
     sampled = model(tokenizer_sentences=40)

@@ -3,7 +3,6 @@
 import sys
 from math import ceil
 from types import FrameType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -79,7 +78,7 @@ def test_work_in_python_does_not_grow_with_pairs() -> None:
         source, target = lengths(pairs=pairs)
         row, executed = shape(source, target, world_size=16), 0
 
-        def count(frame: FrameType, event: str, _: Any) -> Any:
+        def count(frame: FrameType, event: str, _: object) -> object:
             nonlocal executed
             frame.f_trace_opcodes = True
             executed += event == "opcode"

@@ -3,11 +3,11 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from data_module.corpus.checks import TextChecker
+from data_module.corpus.manifest import Manifest
 from data_module.corpus.pairs import all_available, open_reader, read_pairs
 from data_module.corpus.preparation import prepare
 from data_module.corpus.readers import READERS, Reader, as_lines
@@ -35,7 +35,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CorpusSettings:
     return CorpusSettings(str(tmp_path / "corpus"), [text], [text], vocabulary_size=14)
 
 
-def made(settings: CorpusSettings) -> dict[str, Any]:
+def made(settings: CorpusSettings) -> Manifest:
     return prepare(settings, progress=False)
 
 
@@ -95,7 +95,7 @@ def test_doctor_and_availability(settings: CorpusSettings, tmp_path: Path) -> No
     "chunk",
     [(["a\n", "b\n"], ["a\n"]), (["a\n"], ["a\n", "b\n"]), (["a", "b"], ["a", "b"]), (["a\nb\n"], ["a\nb\n"])],
 )
-def test_lines_that_are_not_aligned_are_refused(settings: CorpusSettings, tmp_path: Path, chunk: Any) -> None:
+def test_lines_that_are_not_aligned_are_refused(settings: CorpusSettings, tmp_path: Path, chunk: object) -> None:
     (tmp_path / "rows.json").write_text(json.dumps([[["x\n"], ["y\n"]], chunk]))
     with pytest.raises(InputError, match=r"rows\.json:2: the reader returned . source lines and . lines that end"):
         list(read_pairs(settings.train[0], settings))

@@ -8,7 +8,6 @@ import time
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ SPECIAL = SpecialIds(pad=0, bos=2, eos=3)
 def dataset(folder: Path, plans: Epochs, rank: int = 0, world_size: int = 1) -> RankBatchDataset:
     corpus = open_corpus(folder, "train")
     means = (1.0 + len(corpus.source.tokens) / 300, 1.0 + len(corpus.target.tokens) / 300)
-    options: dict[str, Any] = {"batch_tokens": 400, "max_tokens_per_device": None}
+    options = {"batch_tokens": 400, "max_tokens_per_device": None}
     shape = row_shape(means, 1 + corpus.longest, world_size=world_size, **options)
     return RankBatchDataset(plans, SPECIAL, rank=rank, world_size=world_size, shape=shape)
 

@@ -1,7 +1,6 @@
 import pickle
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -153,7 +152,7 @@ def byte_tokenizer() -> Tokenizer:
     return train_tokenizer(SENTENCES * 4, 380, byte_fallback=True)
 
 
-def _with_symbols(**options: Any) -> Tokenizer:
+def _with_symbols(**options: bool) -> Tokenizer:
     text = [*SENTENCES, "<b>red</b> horses of __NAME__"] * 4
     size = 150 + 256 * options.get("byte_fallback", False)
     return train_tokenizer(text, size, user_symbols=SYMBOLS, **options)

@@ -8,10 +8,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ CHUNK_PAIRS = 64
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _small_chunks() -> Any:
+def _small_chunks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(variants, "CHUNK_PAIRS", CHUNK_PAIRS)
         yield
@@ -76,7 +76,7 @@ def text(source: TextSource) -> list[tuple[str, str]]:
     return list(zip(*sides, strict=True))
 
 
-def made(settings: CorpusSettings, folder: Path, **changes: Any) -> list[ParallelCorpus]:
+def made(settings: CorpusSettings, folder: Path, **changes: object) -> list[ParallelCorpus]:
     """Prepare a corpus with other settings, and return its variants."""
     prepare(replace(settings, folder=str(folder), **changes), progress=False)
     return open_variants(folder)
@@ -259,10 +259,12 @@ def test_killed_at_random_moments(settings: CorpusSettings, tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir() if "partial" in path.name) == []
 
 
-def test_a_killed_process_is_one_line(settings: CorpusSettings, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_killed_process_is_one_line(
+    settings: CorpusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     main, encode = os.getpid(), variants._ChunkEncoder.__getitem__
 
-    def be_killed(encoder: Any, item: int) -> Any:
+    def be_killed(encoder: variants._ChunkEncoder, item: int) -> object:
         if item == 5 and os.getpid() != main:
             os.kill(os.getpid(), signal.SIGKILL)
         return encode(encoder, item)
@@ -285,7 +287,7 @@ def test_refusals(settings: CorpusSettings, tmp_path: Path) -> None:
     assert not (tmp_path / "refused").exists()
 
 
-def module(settings: CorpusSettings, workers: int = 0, **changes: Any) -> TranslationDataModule:
+def module(settings: CorpusSettings, workers: int = 0, **changes: object) -> TranslationDataModule:
     batches = BatchSettings(batch_tokens=400, workers=workers)
     given = replace(settings, **changes)
     return TranslationDataModule(Path(settings.folder), batches, SPECIAL, seed=1, corpus_settings=given)

@@ -5,7 +5,6 @@ import zlib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +19,7 @@ from tests.data_module.test_preparation import write_pairs
 LIMIT = "data_module.tokenization.training._MAX_COUNTED_WORDS"
 
 
-def settings_of(folder: Path, train: list[TextSource], **options: Any) -> CorpusSettings:
+def settings_of(folder: Path, train: list[TextSource], **options: object) -> CorpusSettings:
     held_out = {
         "validation": [write_pairs(folder, "validation", [("valid", "gültig"), ("", ""), ("a", "b")])],
         "test": [write_pairs(folder, "test", [("test", "Probe")])],
@@ -116,7 +115,7 @@ def test_a_dropped_pair_changes_no_vocabulary(tmp_path: Path, sentences: int) ->
 
 
 @pytest.mark.parametrize("options", [{"max_tokens": 1}, {"drop_overlap": True}])
-def test_text_of_which_no_pair_is_left(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_text_of_which_no_pair_is_left(tmp_path: Path, options: dict[str, object]) -> None:
     reason = "too_long" if "max_tokens" in options else "overlap_with_test"
     pair = ("a b", "c") if "max_tokens" in options else ("test", "Probe")
     settings = settings_of(tmp_path, [write_pairs(tmp_path, "train", [pair] * 3)], **options)
@@ -135,7 +134,7 @@ def test_text_of_which_no_pair_is_left(tmp_path: Path, options: dict[str, Any]) 
     ],
 )
 def test_all_text_decides_which_characters_are_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, object], message: str
 ) -> None:
     """The beginning of the text would allow this size."""
     monkeypatch.setattr("data_module.corpus.readers.CHUNK_BYTES", 2**14)

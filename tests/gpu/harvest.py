@@ -18,7 +18,6 @@ import time
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from torch.utils.collect_env import get_pretty_env_info
 
@@ -83,7 +82,7 @@ def write_text(folder: Path, num_lines: int) -> None:
             (folder / f"{split}.{language}").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def run_stage(command: list[str], limit: float, folder: Path, log: Path) -> dict[str, Any]:
+def run_stage(command: list[str], limit: float, folder: Path, log: Path) -> dict[str, object]:
     """Run Python in a folder, append its output to `log`, and kill it and its children after `limit` seconds.
 
     Returns:

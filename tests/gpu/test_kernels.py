@@ -1,7 +1,6 @@
 """The Triton kernels on a GPU, with the comparisons that `tests/model/interpreted_kernels.py` makes on the CPU."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -71,7 +70,7 @@ def test_two_runs_have_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize(("check", "case"), cases("triton", "cuda or cpu"))
-def test_equals_the_plain_function(check: Callable[..., None], case: tuple[Any, ...]) -> None:
+def test_equals_the_plain_function(check: Callable[..., None], case: tuple[object, ...]) -> None:
     check("cuda", *case)
 
 

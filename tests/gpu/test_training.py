@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-from data_module.batching.batch import RankBatch
+from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch
 from data_module.corpus.store import ParallelCorpus, TokenStore, TokenStoreWriter
 from data_module.errors import InputError
 from data_module.settings import BatchSettings
@@ -83,7 +82,9 @@ def corpus_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def module(device: str, kernels: str = "pytorch", backend: Backend | None = None, **options: Any) -> Any:
+def module(
+    device: str, kernels: str = "pytorch", backend: Backend | None = None, **options: object
+) -> TranslationModule:
     """Return a module as `fit` prepares it."""
     torch.manual_seed(3)
     training = TrainingSettings(gradient_clip_norm=1.0)
@@ -93,7 +94,7 @@ def module(device: str, kernels: str = "pytorch", backend: Backend | None = None
     return made.to(device).train()
 
 
-def module_for(device: str, layout: str) -> Any:
+def module_for(device: str, layout: str) -> TranslationModule:
     """Return a module with the attention that a layout of `LAYOUTS` names."""
     made = module(device, "triton" if layout == "triton" else "pytorch")
     if layout == "plain":
@@ -106,12 +107,12 @@ class _NoWaiting(Callback):
 
     steps = micro_batches = 0
 
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
         if trainer.global_step == 10 and trainer.strategy.root_device.type == "cuda":
             torch.cuda.set_sync_debug_mode("error")
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: RankBatch, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: RankBatch, batch_idx: int
     ) -> None:
         self.steps += 1
         self.micro_batches += len(batch.shapes)
@@ -188,7 +189,7 @@ class _CountCompilations(Callback):
         self.in_steps = self._compilations.count - self.before
 
 
-def train_alone(data: TranslationDataModule, made: TranslationModule, strategy: Any, *callbacks: Callback) -> None:
+def train_alone(data: TranslationDataModule, made: TranslationModule, strategy: object, *callbacks: Callback) -> None:
     """Train on one GPU for eight steps; with DDP, in a group of one rank."""
     trainer = Trainer(
         accelerator="cuda",
@@ -309,7 +310,7 @@ def loss_and_gradient(
 ) -> tuple[Tensor, Tensor]:
     made.zero_grad()
     total = torch.zeros((), device=device)
-    batches: Any = [padded(lengths).to(device) for lengths in LENGTHS]
+    batches: list[PaddedBatch] | list[PackedBatch] = [padded(lengths).to(device) for lengths in LENGTHS]
     if layout != "padded":  # the same random sentences
         batches = packed(LENGTHS).to(device).micro_batches
     for batch in batches:

@@ -32,18 +32,20 @@ from tests.model.sentence_batches import VOCABULARY, arguments, masked_attention
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 """Difference that is allowed, as a share of the largest value."""
 
+Result = Tensor | tuple[Tensor | None, ...]
+
 
 class FastPath(NamedTuple):
     check: Callable[..., None]
     """Compares; takes a device, then a case."""
-    cases: list[tuple[Any, ...]]
+    cases: list[tuple[object, ...]]
     needs: str = "cpu"
     """"cpu", "triton" or "cuda or cpu"."""
 
 
 def compare(
-    plain: Callable[..., Any],
-    fast: Callable[..., Any],
+    plain: Callable[..., Result],
+    fast: Callable[..., Result],
     inputs: list[Tensor],
     dtype: torch.dtype,
     device: str = "cpu",
@@ -90,7 +92,7 @@ def check_loss(device: str, functions: Callable[[], LossFunctions], dtype: torch
             compare(partial(_call, plain, torch.float64, with_gradient, *alpha), fast, inputs, dtype, device)
 
 
-def _call(function: Any, sum_dtype: torch.dtype, with_gradient: bool, *rest: Any) -> Any:
+def _call(function: Callable[..., Result], sum_dtype: torch.dtype, with_gradient: bool, *rest: Any) -> Result:
     """Call an implementation of `read_logits` or `read_logit_pairs`; the last two arguments are the tensors."""
     *alpha, logits, targets = rest
     return function(logits.clone(), targets, sum_dtype, 0.1, with_gradient, *alpha)
@@ -240,7 +242,7 @@ FAST_PATHS = {
 """The fast paths of `model/fast/`."""
 
 
-def cases(*needs: str) -> list[Any]:
+def cases(*needs: str) -> list[object]:
     """Return the rows' cases as parameters `check` and `case` of a test."""
     return [
         pytest.param(path.check, case, id=f"{name} {number}")

@@ -5,7 +5,6 @@ TRITON_INTERPRET=1 must be set before Triton is imported, and holds for the whol
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -57,7 +56,7 @@ def test_kernels_are_interpreted() -> None:
 
 
 @pytest.mark.parametrize(("check", "case"), cases("triton"))
-def test_equals_the_plain_function(check: Callable[..., None], case: tuple[Any, ...]) -> None:
+def test_equals_the_plain_function(check: Callable[..., None], case: tuple[object, ...]) -> None:
     check("cpu", *case)
 
 
@@ -163,7 +162,7 @@ def test_the_whole_loss_in_chunks_of_padded_rows(alpha: float, monkeypatch: pyte
     states, weight, targets = two_passes(torch.float32) if alpha else problem(torch.float32)
     chunks = []
 
-    def noted(function: Callable[..., Any], logits: torch.Tensor, *rest: Any) -> Any:
+    def noted(function: Callable[..., object], logits: torch.Tensor, *rest: object) -> object:
         chunks.append((*logits.shape, logits.stride(0)))
         return function(logits, *rest)
 
@@ -190,7 +189,7 @@ def test_the_check_before_training_accepts_the_kernels_and_names_those_that_are_
     assert check() is None
     plain = triton_attention.segment_attention
 
-    def wrong(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def wrong(*given: object) -> tuple[torch.Tensor, torch.Tensor]:
         """Is wrong where it is causal."""
         result, log_sums = plain(*given)
         return result * (1.2 if given[-1] else 1.0), log_sums

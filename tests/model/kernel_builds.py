@@ -5,12 +5,13 @@ import subprocess
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
 from model.fast import triton_attention, triton_loss
 from model.loss import _projection
@@ -87,7 +88,7 @@ def build_loss(
 
 
 def _build(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], launch: dict[str, int], capability: int
+    kernel: JITFunction, types: dict[str, str], constants: dict[str, int], launch: dict[str, int], capability: int
 ) -> Build:
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}

@@ -5,7 +5,7 @@ Used for the compiled attention, in Triton's interpreter (`interpreted_kernels.p
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -114,8 +114,8 @@ def check_attention(
     kind: str,
     dtype: torch.dtype,
     device: str,
-    kept: Any = None,
-    state: Any = None,
+    kept: Tensor | None = None,
+    state: Tensor | None = None,
     attention: Attention | None = None,
 ) -> None:
     """Compare results and gradients with the formula; tokens that have no key, and padding, are zero.

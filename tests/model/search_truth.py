@@ -50,7 +50,7 @@ SEARCHES: dict[str, Callable[[Transformer], Any]] = {
 
 
 def make_network(
-    seed: int, vocabulary_size: int = VOCABULARY_SIZE, sharpness: float = 2.0, **settings: Any
+    seed: int, vocabulary_size: int = VOCABULARY_SIZE, sharpness: float = 2.0, **settings: object
 ) -> Transformer:
     """Return a random network whose distributions are far from uniform."""
     torch.manual_seed(seed)
@@ -135,7 +135,7 @@ def tolerance(network: Network, precision: float = torch.finfo(torch.float32).ep
     """
     noisy, generator = copy.deepcopy(exact(network)), torch.Generator().manual_seed(0)
 
-    def move(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    def move(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         noise = 2 * torch.rand(output.shape, dtype=output.dtype, generator=generator) - 1
         return output + precision * output.abs().amax(-1, keepdim=True) * noise
 

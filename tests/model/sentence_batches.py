@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
@@ -66,9 +65,9 @@ def row_shape(micro_batches: list[Lengths]) -> RowShape:
     return RowShape(source + 2 * longest, target + 3 * longest, segments, longest, 1)
 
 
-def packed(micro_batches: list[Lengths], shape: RowShape | None = None, **options: Any) -> RankBatch:
+def packed(micro_batches: list[Lengths], shape: RowShape | None = None, **options: int) -> RankBatch:
     """Return the pairs of each micro-batch as one rank's part of a step, whose target tokens are all its own."""
-    stores: list[Any] = []
+    stores = []
     pairs = [pair for lengths in micro_batches for pair in sentences(lengths)]
     for number in (0, 1):
         rows = [pair[number] for pair in pairs]
@@ -87,7 +86,7 @@ def packed(micro_batches: list[Lengths], shape: RowShape | None = None, **option
 
 def arguments(
     batch: PackedBatch, dtype: torch.dtype = torch.float32, attention: Attention = PLAIN_ATTENTION
-) -> tuple[Any, ...]:
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[Segments, Segments, Segments]]:
     """Return the arguments of `Transformer.rows`."""
     return (
         (batch.source, batch.source_positions),

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -58,7 +57,7 @@ def network() -> Transformer:
     return Transformer(VOCABULARY, SETTINGS).train()
 
 
-def flash_arguments(batch: PackedBatch, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+def flash_arguments(batch: PackedBatch, dtype: torch.dtype = torch.float32) -> tuple[object, ...]:
     return arguments(batch, dtype, FLASH_ATTENTION)
 
 
@@ -81,7 +80,7 @@ class Graphs:
 
     count = 0
 
-    def __call__(self, graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+    def __call__(self, graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
         self.count += 1
         return graph.forward
 
@@ -129,7 +128,7 @@ def test_a_compiled_step_is_the_eager_one_and_validation_compiles_nothing(device
 
 def test_training_alone_runs_compiled_code() -> None:
     """Calls of the compiled network are counted; the plain one stands in for it."""
-    calls: list[tuple[Any, ...]] = []
+    calls: list[tuple[object, ...]] = []
     lengths = [(7, 7), (7, 6), (6, 7)]
     [batch] = packed([lengths]).micro_batches
     for compiled in (True, False):

@@ -1,9 +1,9 @@
 """The compiled search beside PyTorch's operators; tests/model/test_decoding.py compares both with enumeration."""
 
 import subprocess
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ from tests.model.search_truth import (
     trained_network,
 )
 
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, object]] = {
     "odd sizes, deep encoder": {
         **{"d_model": 42, "d_ff": 70, "num_heads": 3, "d_k": 9, "d_v": 21},
         **{"num_encoder_layers": 3, "num_decoder_layers": 1},
@@ -54,7 +54,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def threads() -> Any:
+def threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -76,7 +76,7 @@ def test_finds_what_a_plain_search_finds(variant: str) -> None:
         assert (num_steps >= found.lengths[:, 0]).all()
 
 
-def test_a_sentence_has_the_same_answers_in_all_company_to_the_last_bit(threads: Any) -> None:
+def test_a_sentence_has_the_same_answers_in_all_company_to_the_last_bit(threads: Callable[[int], None]) -> None:
     source, mask = make_sources(LENGTHS * 4)
     search = SEARCHES["compiled"](trained_network("pre-norm"))
     threads(1)
@@ -146,7 +146,7 @@ def test_a_thread_sanitizer_finds_no_race(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_finished_sentences_are_reported_and_ctrl_c_ends_the_search(threads: Any) -> None:
+def test_finished_sentences_are_reported_and_ctrl_c_ends_the_search(threads: Callable[[int], None]) -> None:
     source, mask = make_sources(LENGTHS * 30)
     search = SEARCHES["compiled"](trained_network())
     search.max_tokens = 64
@@ -196,7 +196,7 @@ def test_rounding_cannot_make_the_check_after_compiling_fail() -> None:
 
 def test_memory_that_is_not_there_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name: str) -> object:
             return (lambda *_: -2) if name == "search_with_prefixes" else getattr(compiled_library(), name)
 
     search = CompiledSearch(Full(), make_network(0), BOS, EOS, PAD)  # type: ignore[arg-type]

@@ -4,7 +4,6 @@ import copy
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.decoding import BeamSearch, penalty
-from model.transformer import PaddedTransformer, Transformer
+from model.transformer import Cache, PaddedTransformer, Transformer
 from tests.model.search_truth import (
     BOS,
     EOS,
@@ -168,7 +167,7 @@ class Observed(PaddedTransformer):
     batch_sizes: list[int]
     endless: bool
 
-    def step(self, last: Tensor, *others: Any) -> Any:
+    def step(self, last: Tensor, *others: object) -> tuple[Tensor, Cache]:
         self.batch_sizes.append(last.size(0))
         return super().step(last, *others)
 
@@ -203,7 +202,7 @@ class Chain(PaddedTransformer):
     probabilities: Tensor
     num_steps: int
 
-    def step(self, last: Tensor, *others: Any) -> Any:
+    def step(self, last: Tensor, *others: object) -> tuple[Tensor, Cache]:
         self.num_steps += 1
         return F.one_hot(last, self.network.vocabulary_size).double(), []
 

@@ -5,8 +5,8 @@ import math
 import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ SOURCE = torch.tensor([[4, 5, EOS]])
 MASK = torch.ones(1, 3, dtype=torch.bool)
 
 
-def with_prefix(prefix: list[Any]) -> tuple[Any, ...]:
+def with_prefix(prefix: Sequence[object]) -> tuple[object, ...]:
     return SOURCE, None, 4, 0.6, 5, 1, "exact", torch.tensor(prefix)
 
 

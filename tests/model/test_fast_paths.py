@@ -1,7 +1,6 @@
 """Every fast path of a CPU against the plain function that it stands for; see `fast_paths.py`."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -9,5 +8,5 @@ from tests.model.fast_paths import cases
 
 
 @pytest.mark.parametrize(("check", "case"), cases("cpu", "cuda or cpu"))
-def test_equals_the_plain_function(check: Callable[..., None], case: tuple[Any, ...]) -> None:
+def test_equals_the_plain_function(check: Callable[..., None], case: tuple[object, ...]) -> None:
     check("cpu", *case)

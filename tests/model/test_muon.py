@@ -1,11 +1,10 @@
 """Muon against PyTorch's, and what it does with joint projections, skipped steps and a saved state."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
+from torch.optim import Optimizer
 
 from model import muon
 from model.muon import orthogonalize
@@ -36,7 +35,7 @@ def gradients_of(parameters: list[nn.Parameter]) -> Gradients:
 
 
 def take_steps(
-    optimizer: Any, parameters: list[nn.Parameter], gradients: Gradients, steps: range = range(len(RATES))
+    optimizer: Optimizer, parameters: list[nn.Parameter], gradients: Gradients, steps: range = range(len(RATES))
 ) -> None:
     for step in steps:
         for group in optimizer.param_groups:
@@ -62,7 +61,7 @@ def test_steps_are_those_of_pytorchs_muon_and_adam(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)
     reference = torch.optim.Muon(theirs[:4], momentum=0.8, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     take_steps(reference, theirs[:4], [step[:4] for step in gradients])
-    rest: dict[str, Any] = {"betas": (0.9, 0.9), "eps": 1e-3}
+    rest = {"betas": (0.9, 0.9), "eps": 1e-3}
     for index, decay in ((4, 0.1), (5, 0.0)):
         adam = torch.optim.AdamW([theirs[index]], weight_decay=decay, **rest)
         take_steps(adam, [theirs[index]], [[step[index]] for step in gradients])

@@ -6,14 +6,15 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from data_module.batching.batch import PackedBatch, PaddedBatch
 from data_module.errors import InputError
+from model.attention import SelfAttention
 from model.attention_maps import attention_maps
 from model.decoding import BeamSearch
 from model.fast.compiled_search import unsupported
@@ -48,7 +49,7 @@ def _registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
         yield
 
 
-def make(vocabulary_size: int = 50, **settings: Any) -> Transformer:
+def make(vocabulary_size: int = 50, **settings: object) -> Transformer:
     """Return a network whose numbers by distance are far from their initial zeros."""
     network = make_network(3, vocabulary_size, self_attention="relative", **settings)
     generator = torch.Generator().manual_seed(1)
@@ -57,7 +58,7 @@ def make(vocabulary_size: int = 50, **settings: Any) -> Transformer:
     return network
 
 
-def formula(module: Any, x: Tensor, is_causal: bool) -> Tensor:
+def formula(module: SelfAttention, x: Tensor, is_causal: bool) -> Tensor:
     """Compute the attention of one sentence [T, D] token by token and head by head."""
     size, values = module.num_heads * module.d_k, module.num_heads * module.d_v
     query, key, value = (x @ module.query_key_value.weight.T + module.query_key_value.bias).split(
@@ -100,7 +101,7 @@ def test_packed_rows_are_padded_batches_and_training_learns_the_numbers() -> Non
     before, losses = numbers.detach().clone(), []
     batch = packed([PAIRS]).micro_batches[0]
 
-    def loss_and_gradient(batch: Any) -> list[Tensor]:
+    def loss_and_gradient(batch: PackedBatch | PaddedBatch) -> list[Tensor]:
         target = batch.target_output
         loss = label_smoothed_loss(*network.projection_operands(states(network, batch)), target, 0.1, PAD).smoothed
         return [loss, *torch.autograd.grad(loss, list(network.parameters()))]

@@ -3,7 +3,6 @@
 import copy
 import io
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -18,12 +17,12 @@ from model.settings import NetworkSettings, TrainingSettings
 from model.transformer import PaddedTransformer, Transformer
 from tests.model.search_truth import BOS, EOS, LENGTHS, PAD, make_sources
 
-SHAPE: dict[str, Any] = {"num_layers": 2, "d_model": 16, "d_ff": 24, "num_heads": 2}
+SHAPE = {"num_layers": 2, "d_model": 16, "d_ff": 24, "num_heads": 2}
 
 
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
-    registries: list[Registry[Any]] = [NORMS, ACTIVATIONS, SCHEDULES, OPTIMIZERS]
+    registries: list[Registry[object]] = [NORMS, ACTIVATIONS, SCHEDULES, OPTIMIZERS]
     before = [dict(registry) for registry in registries]
     yield
     for registry, entries in zip(registries, before, strict=True):

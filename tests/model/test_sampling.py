@@ -3,9 +3,8 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -40,7 +39,7 @@ SETTINGS = [
     Sampling(top_p=0.7, seed=2),
     Sampling(temperature=1.3, top_k=3, top_p=0.8),
 ]
-ENGINES: dict[str, Any] = {
+ENGINES = {
     **SEARCHES,
     "scripted": lambda network: torch.jit.script(SEARCHES["operators"](network)),
 }
@@ -94,7 +93,7 @@ def allowed(probabilities: list[float]) -> list[float]:
     return [0.0 if token in (PAD, BOS) else one for token, one in enumerate(probabilities)]
 
 
-def assert_distributed(found: Sequence[object], expected: dict[Any, float]) -> None:
+def assert_distributed(found: Sequence[object], expected: Mapping[Hashable, float]) -> None:
     """Check a sample by Pearson's chi-square test; a right one fails once in a thousand times."""
     counts, number = Counter(found), len(found)
     assert set(counts) <= {value for value, probability in expected.items() if probability > 0}

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import asdict, replace
-from typing import Any
 
 import pytest
 
@@ -40,7 +39,7 @@ def test_defaults_are_the_papers() -> None:
         (TrainingSettings, "training.gradient_clip_norm", float("inf")),
     ],
 )
-def test_a_value_out_of_bounds(settings: Any, key: str, refused: float) -> None:
+def test_a_value_out_of_bounds(settings: type, key: str, refused: float) -> None:
     """Most bounds themselves are in `configs/recipe.schema.json`, which is compared with what the settings accept."""
     with pytest.raises(ValueError, match=rf"{re.escape(key)} {refused} "):
         settings(**{key.split(".")[1]: refused})

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from model.decoding import BeamResult
+from model.transformer import Transformer
 from tests.model.search_truth import (
     LENGTHS,
     PREFIXES,
@@ -23,7 +24,7 @@ from tests.model.test_decoding import plain_greedy
 from tests.model.test_sampling import ENGINES
 
 
-def make_search(engine: str, *network: Any) -> Any:
+def make_search(engine: str, *network: Transformer) -> Any:
     search = ENGINES[engine](*network)
     if engine == "compiled":
         search.max_tokens = 40  # so that sentences wait

@@ -20,12 +20,13 @@ from torch.utils.data import DataLoader
 
 import model.training_module
 from data_module.batching.batch import PaddedBatch, RankBatch, SpecialIds
+from data_module.files import PlainValues
 from model.backend import Backend
 from model.decoding import BeamSearch
 from model.loss import label_smoothed_loss
 from model.optimization import OPTIMIZERS, SCHEDULES
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
-from model.training_module import TranslationModule
+from model.training_module import StepOutputs, TranslationModule
 from model.transformer import PaddedTransformer, Transformer
 from tests.conftest import ALONE
 from tests.model.sentence_batches import PAD, SPECIAL, VOCABULARY, Lengths, packed, padded
@@ -84,7 +85,7 @@ def make_module(
 
 
 class Step(NamedTuple):
-    output: dict[str, Any]
+    output: StepOutputs
     weights: Tensor
 
 
@@ -92,11 +93,13 @@ class Recorder(Callback):
     def __init__(self) -> None:
         self.steps: list[Step] = []
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: StepOutputs, *_: object
+    ) -> None:
         self.steps.append(Step(dict(outputs), parameters_to_vector(pl_module.parameters()).detach()))
 
 
-def make_trainer(rank: int = 0, num_ranks: int = 1, **options: Any) -> Trainer:
+def make_trainer(rank: int = 0, num_ranks: int = 1, **options: object) -> Trainer:
     """Return the trainer of one rank, which does not exchange gradients with others."""
     strategy = SingleDeviceStrategy("cpu")
     strategy.global_rank, strategy.world_size = rank, num_ranks
@@ -114,7 +117,7 @@ def fit(
     rank: int = 0,
     num_ranks: int = 1,
     callbacks: Iterable[Callback] = (),
-    **options: Any,
+    **options: object,
 ) -> list[Step]:
     recorder = Recorder()
     trainer = make_trainer(rank, num_ranks, max_steps=len(shares), callbacks=[*callbacks, recorder], **options)
@@ -213,11 +216,11 @@ def test_a_step_without_a_finite_gradient_is_skipped(scale_loss: bool, weight_de
     assert [float(output["tokens"]) > 0 for output in outputs] == [True, False, True, True]
     assert [float(output["smoothed"]) > 0 for output in outputs] == [True, False, True, True]
     assert [output["learning_rate"] for output in outputs] == pytest.approx(RATES, rel=1e-5)
-    checkpoint: dict[str, Any] = {}
+    checkpoint: PlainValues = {}
     module.on_save_checkpoint(checkpoint)
     resumed = make_module(scale_loss=scale_loss)
     resumed.on_load_checkpoint(checkpoint)
-    again: dict[str, Any] = {}
+    again: PlainValues = {}
     resumed.on_save_checkpoint(again)
     assert again == checkpoint
     # The loss scale is halved, and two finite steps are counted since.
@@ -239,7 +242,7 @@ def test_r_drop(monkeypatch: pytest.MonkeyPatch) -> None:
     single = label_smoothed_loss(module.eval().states(batch), weight, batch.target_output, 0.2, PAD)
     calls: Counter[str] = Counter()
 
-    def count(owner: Any, name: str) -> None:
+    def count(owner: object, name: str) -> None:
         function = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *given: (calls.update([name]), function(*given))[1])
 
@@ -430,11 +433,11 @@ def test_a_step_casts_each_weight_once_and_reads_nothing_on_the_host(monkeypatch
         gradients: list[Tensor] = []
         linears[0].weight.register_hook(lambda _: rounded.append(torch.is_autocast_enabled("cpu")))
 
-        def noted(*arguments: Any) -> None:
+        def noted(*arguments: object) -> None:
             gradients.append(torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]))
             take_step(*arguments)
 
-        def watched(*arguments: Any) -> Any:
+        def watched(*arguments: object) -> StepOutputs:
             with _Operations() as operations:
                 output = training_step(module, *arguments)
             assert operations.host_reads == []
