@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ class TorchNetwork(nn.Module):
 
     def __init__(self, vocabulary_size: int, settings: NetworkSettings) -> None:
         super().__init__()
-        shape: dict[str, Any] = {
+        shape = {
             "d_model": settings.d_model,
             "nhead": settings.num_heads,
             "dim_feedforward": settings.d_ff,

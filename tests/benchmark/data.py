@@ -10,7 +10,6 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from data_module.corpus.checks import check_text
 from data_module.corpus.pairs import all_available
 from data_module.corpus.preparation import without_garbage_collection
 from data_module.corpus.store import lengths_with_eos
+from data_module.files import PlainValues
 from data_module.settings import CorpusSettings
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
+def run(arguments: argparse.Namespace) -> PlainValues:
     recipe = load_recipe(arguments.config, arguments.overrides)
     ensure_corpus(recipe.corpus)
     folder = Path(recipe.corpus.folder)
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return {**figures, **_loading(data), **_plan(data)}
 
 
-def _preparation(settings: CorpusSettings, tokenizer: Tokenizer) -> dict[str, Any]:
+def _preparation(settings: CorpusSettings, tokenizer: Tokenizer) -> PlainValues:
     """Clean, encode and write the corpus into a temporary folder, without training the tokenizer."""
     if not all_available(settings):
         return {"pairs_per_second": None}
@@ -65,7 +65,7 @@ def _preparation(settings: CorpusSettings, tokenizer: Tokenizer) -> dict[str, An
     }
 
 
-def _loading(data: TranslationDataModule) -> dict[str, Any]:
+def _loading(data: TranslationDataModule) -> PlainValues:
     """Measure the throughput of one worker process."""
     batches = iter(data.train_dataloader())
     next(batches)
@@ -75,7 +75,7 @@ def _loading(data: TranslationDataModule) -> dict[str, Any]:
     return {"loader_target_tokens_per_second": tokens / seconds}
 
 
-def _plan(data: TranslationDataModule) -> dict[str, Any]:
+def _plan(data: TranslationDataModule) -> PlainValues:
     """Plan an epoch of the corpus repeated to `LARGE` pairs."""
     corpus, times = data.train_corpus, -(-LARGE // len(data.train_corpus))
     source, target = (np.tile(lengths_with_eos(side), times) for side in (corpus.source, corpus.target))

@@ -10,12 +10,12 @@ import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import ctranslate2
 from sentencepiece import SentencePieceProcessor
 
 from data_module.errors import InputError
+from data_module.files import PlainValues
 from data_module.tokenization.tokenizer import normalize_white_space
 from pipeline.benchmark.decode import (
     ROUNDS,
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--baseline", choices=(BASELINE,), help="program to compare with")
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
+def run(arguments: argparse.Namespace) -> PlainValues:
     sentences, options = checked_sentences(arguments), SearchOptions.given(arguments)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) if arguments.baseline else None
@@ -80,7 +80,7 @@ def write_baseline(checkpoint: Path, folder: Path) -> None:
 
 def take_turns(
     checkpoint: Path, options: SearchOptions, folder: Path | None, sentences: list[str]
-) -> tuple[dict[str, Any], dict[str, list[Round]]]:
+) -> tuple[PlainValues, dict[str, list[Round]]]:
     """Return what is measured, and each program's rounds. Each runs in a process of its own, which tells its memory.
 
     Args:
@@ -109,7 +109,7 @@ _translate: Translate
 """That of this process."""
 
 
-def _start_ours(checkpoint: Path, options: SearchOptions, sentences: list[str]) -> dict[str, Any]:
+def _start_ours(checkpoint: Path, options: SearchOptions, sentences: list[str]) -> PlainValues:
     """Load the checkpoint, warm up, and return what is measured."""
     global _translate
     translator = load_translator(checkpoint)
@@ -118,7 +118,7 @@ def _start_ours(checkpoint: Path, options: SearchOptions, sentences: list[str]) 
     return about(translator, options, sentences)
 
 
-def _start_baseline(folder: Path, settings: dict[str, Any], sentences: list[str]) -> None:
+def _start_baseline(folder: Path, settings: PlainValues, sentences: list[str]) -> None:
     """Load CTranslate2 with our settings, and warm up."""
     global _translate
     _translate = ctranslate2_search(folder, settings)
@@ -129,9 +129,9 @@ def _measure(sentences: list[str], number: int, name: str) -> Round:
     return measure(_translate, sentences, number, name)
 
 
-def ctranslate2_search(folder: Path, settings: dict[str, Any]) -> Translate:
+def ctranslate2_search(folder: Path, settings: PlainValues) -> Translate:
     """Return the search of CTranslate2 in float32. It makes its own batches of `BATCH_TOKENS`."""
-    tokenizer: Any = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    tokenizer = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     end = tokenizer.id_to_piece(tokenizer.eos_id())
     translator = ctranslate2.Translator(
         str(folder / "ctranslate2"), settings["device"], compute_type="float32", intra_threads=settings["threads"]

@@ -22,12 +22,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from matplotlib.figure import Figure
-from torch import nn
+from torch import Tensor, nn
 
 from data_module.errors import InputError
-from data_module.files import naming_full_disk, user_path
+from data_module.files import PlainValues, naming_full_disk, user_path
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.benchmark.train import prepare
 from pipeline.config.recipe import Recipe, add_recipe_arguments, load_recipe
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=user_path, help="folder to write to (default: runs/<recipe>_learn)")
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
+def run(arguments: argparse.Namespace) -> PlainValues:
     minutes = arguments.minutes
     if not 0 < minutes < math.inf:
         raise InputError(f"--minutes {minutes:g}: must be more than 0")
@@ -121,7 +122,7 @@ class Curve:
         self._turn_started = now
         return True
 
-    def validated(self, metrics: Mapping[str, Any]) -> None:
+    def validated(self, metrics: Mapping[str, Tensor]) -> None:
         """Write the scores, which Lightning has logged."""
         updates, scores = len(self.seconds_after) - 1, {name: float(metrics[f"validation/{name}"]) for name in SCORES}
         if not math.isfinite(scores["negative_log_likelihood"]):
@@ -156,14 +157,14 @@ def spaced(minutes: float, train: Callable[[int, Curve], None]) -> tuple[int, in
 def train_recipe(recipe: Recipe, minutes: float, folder: Path, curve: Curve, baseline: Iterator[None]) -> None:
     """Train the recipe as `fit` does, in turns with the baseline."""
 
-    def fit(run: Path, updates: int, every: int, curve: Curve, others: Iterator[None], **training: Any) -> None:
-        def after_update(*_: Any) -> None:
+    def fit(run: Path, updates: int, every: int, curve: Curve, others: Iterator[None], **training: object) -> None:
+        def after_update(*_: object) -> None:
             if curve.update():
                 curve.stop()
                 next(others, None)
                 curve.start()
 
-        def after_validation(trainer: Any, *_: Any) -> None:
+        def after_validation(trainer: Trainer, *_: object) -> None:
             curve.validated(trainer.callback_metrics)
             curve.start()
 
@@ -243,7 +244,7 @@ class Marian:
                         yield
                     curve.start()
 
-    def scores(self, network: nn.Module) -> Mapping[str, Any]:
+    def scores(self, network: nn.Module) -> Mapping[str, Tensor]:
         """Return what Lightning logs in a validation of Marian's weights."""
         shape, module = self.training.recipe.network, self.training.module
         marian: Any = network

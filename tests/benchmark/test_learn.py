@@ -3,7 +3,6 @@
 import json
 import signal
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -84,7 +83,7 @@ def test_the_likelihood_of_marian_is_what_transformers_computes(recipe_file: Pat
     recipe = load_recipe([recipe_file])
     marian = Marian(recipe)
     baseline = marian.baseline(20)
-    network: Any = baseline.network
+    network = baseline.network
     for _ in range(3):
         baseline.train(baseline.next_step())
     with torch.no_grad():  # Biases and norms begin as 0 and 1.

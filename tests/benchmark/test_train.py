@@ -5,7 +5,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -56,7 +55,7 @@ def test_figures(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_figures_by_hand() -> None:
     """Medians over rounds; a ratio is that of the same round."""
-    comparison: Any = SimpleNamespace(
+    comparison = SimpleNamespace(
         token_rates={"ours": [10.0, 5.0, 30.0], "torch": [2.0, 5.0, 10.0]},
         step_seconds={"ours": [1.0, 2.0, 1.0], "torch": [4.0, 2.0, 1.0]},
         product_rates=[1e9, 2e9, 3e9],
@@ -77,19 +76,19 @@ def test_figures_by_hand() -> None:
 def test_rounds_of_warm_up_memory_and_time() -> None:
     clock, steps = [0.0], [SimpleNamespace(num_target_tokens=4 + step) for step in range(10)]
 
-    def train(_: Any) -> None:
+    def train(_: object) -> None:
         clock[0] += 2.0
 
     network = nn.Linear(3, 2)
     optimizer = torch.optim.Adam(network.parameters())
-    baseline: Any = SimpleNamespace(network=network, optimizer=optimizer, next_step=iter(steps).__next__, train=train)
+    baseline = SimpleNamespace(network=network, optimizer=optimizer, next_step=iter(steps).__next__, train=train)
     comparison = SideBySide({"torch": baseline}, 3, (torch.device("cpu"), torch.float32))
     comparison._now = lambda: clock[0]  # type: ignore[method-assign]
     trainer, count = SimpleNamespace(optimizers=[optimizer], should_stop=False), 0
     comparison.start()
     while not trainer.should_stop:
         clock[0] += 0.5
-        batch: Any = SimpleNamespace(num_target_tokens=2, num_tokens=5, num_row_tokens=6)
+        batch = SimpleNamespace(num_target_tokens=2, num_tokens=5, num_row_tokens=6)
         comparison.after_step(trainer, SimpleNamespace(network=network), None, batch, count)
         count += 1
     assert count == 5 + 2 + 3

@@ -6,8 +6,8 @@ baseline's, both without padding.
 """
 
 import argparse
-from typing import Any
 
+from data_module.files import PlainValues
 from pipeline.benchmark.train import measure, prepare
 from pipeline.commands.benchmark import add_train_arguments, checked_recipe
 from tests.benchmark.baselines import Baseline
@@ -24,6 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
+def run(arguments: argparse.Namespace) -> PlainValues:
     training = prepare(checked_recipe(arguments))
     return measure(training, arguments.steps, {name: Baseline(name, training) for name in arguments.baseline})

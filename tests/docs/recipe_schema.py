@@ -12,9 +12,9 @@ import types
 import typing
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields, is_dataclass
-from typing import Any
 
 from data_module.errors import InputError
+from data_module.files import PlainValues
 from data_module.settings import CorpusSettings, TextSource
 from model.layers import ACTIVATIONS, NORMS, SELF_ATTENTIONS
 from model.optimization import OPTIMIZERS, SCHEDULES
@@ -25,11 +25,11 @@ from pipeline.config.settings import LIKELIHOOD, TRAINER_KEYS, RunSettings, vali
 from tests.conftest import ROOT
 
 FILE = ROOT / "configs" / SCHEMA
-Schema = dict[str, Any]
+Schema = PlainValues
 
 _TEXT = {"type": ["string", "number"]}
 """Numbers are text where text is expected: `subset: 2014`."""
-_TYPES: dict[Any, Schema] = {
+_TYPES: dict[object, Schema] = {
     int: {"type": "integer"},
     float: {"type": "number"},
     bool: {"type": "boolean"},
@@ -38,7 +38,7 @@ _TYPES: dict[Any, Schema] = {
     type(None): {"type": "null"},
 }
 _REGISTRIES = {registry.key: registry for registry in (NORMS, ACTIVATIONS, SELF_ATTENTIONS, SCHEDULES, OPTIMIZERS)}
-_NEUTRAL: dict[type, dict[str, Any]] = {
+_NEUTRAL: dict[type, dict[str, object]] = {
     CorpusSettings: {"folder": "corpus", "train": [], "validation": []},
     TextSource: {"tsv": "text"},
     NetworkSettings: {"d_k": 1, "d_v": 1},
@@ -105,12 +105,12 @@ def _section(kind: type, prefix: str) -> Schema:
     return {"type": "object", "description": summary, "additionalProperties": False, "properties": properties}
 
 
-def _key(kind: type, one: "Field[Any]", hint: Any, key: str) -> Schema:
+def _key(kind: type, one: "Field[object]", hint: object, key: str) -> Schema:
     if key in _REGISTRIES:
         return {"anyOf": [{"enum": list(_REGISTRIES[key])}, _TEXT]}
     is_list = typing.get_origin(_without_none(hint)) is list
 
-    def accepts(value: Any) -> bool:
+    def accepts(value: object) -> bool:
         try:
             kind(**{**_NEUTRAL.get(kind, {}), one.name: [value] if is_list else value})
         except ValueError:
@@ -120,16 +120,16 @@ def _key(kind: type, one: "Field[Any]", hint: Any, key: str) -> Schema:
     return _value(hint, key, functools.partial(_limits, accepts))
 
 
-def _without_none(hint: Any) -> Any:
+def _without_none(hint: object) -> object:
     members = [one for one in _members(hint) if one is not type(None)]
     return members[0] if len(members) == 1 else hint
 
 
-def _members(hint: Any) -> tuple[Any, ...]:
+def _members(hint: object) -> tuple[object, ...]:
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
-def _value(hint: Any, key: str, limits: Callable[[], Schema]) -> Schema:
+def _value(hint: object, key: str, limits: Callable[[], Schema]) -> Schema:
     """Return the schema of the values that `schema.Checker` converts to an annotation.
 
     Args:
@@ -173,7 +173,7 @@ def _limits(accepts: Callable[[float], bool]) -> Schema:
     return found
 
 
-def _default(one: "Field[Any]") -> Schema:
+def _default(one: "Field[object]") -> Schema:
     if one.default is not MISSING:
         return {"default": one.default}
     return {"default": []} if one.default_factory is list else {}
@@ -190,7 +190,7 @@ def _trainer() -> Schema:
     return {"type": "object", "description": summary, "additionalProperties": False, "properties": properties}
 
 
-def _trainer_accepts(name: str, value: Any) -> bool:
+def _trainer_accepts(name: str, value: object) -> bool:
     try:
         validate_trainer_keys({"max_steps": 1, name: int(value) if isinstance(value, float) else value})
     except InputError:

@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch
 from model import packed_attention
 from model.backend import Backend
 from model.loss import PYTORCH_LOSS, LossSums
-from model.training_module import TranslationModule
+from model.training_module import StepOutputs, TranslationModule
 from pipeline.__main__ import main
 from pipeline.runtime import backend
 from pipeline.runtime.launch import process_rank
@@ -53,7 +52,7 @@ def nan_loss() -> None:
 def record_batches() -> None:
     """Each process writes a line of JSON per step, which has its pairs, to a file of its own in the folder RECORDS."""
 
-    def recorded(module: TranslationModule, batch: RankBatch, batch_idx: int) -> dict[str, Any]:
+    def recorded(module: TranslationModule, batch: RankBatch, batch_idx: int) -> StepOutputs:
         record = {"step": module.global_step + 1, "ranks": module.trainer.world_size, "rank": module.global_rank}
         record |= {"epoch": batch.epoch, "index": batch.index, "pairs": batch.pairs.tolist()}
         with (Path(os.environ["RECORDS"]) / f"{os.getpid()}").open("a") as file:
@@ -66,7 +65,7 @@ def record_batches() -> None:
 def kill_rank_0_once() -> None:
     """Rank 0 is killed in step 6, unless the file MARKER says that it was."""
 
-    def killed(module: TranslationModule, batch: RankBatch, batch_idx: int) -> dict[str, Any]:
+    def killed(module: TranslationModule, batch: RankBatch, batch_idx: int) -> StepOutputs:
         marker = Path(os.environ["MARKER"])
         if (module.global_rank, module.global_step) == (0, 5) and not marker.exists():
             marker.touch()
@@ -89,11 +88,11 @@ def slow_rank() -> None:
     def seconds(module: TranslationModule) -> float:
         return SLOW_SECONDS * (module.global_rank == int(os.environ["SLOW_RANK"]))
 
-    def sleep_first(module: TranslationModule, batch: RankBatch, batch_idx: int) -> dict[str, Any]:
+    def sleep_first(module: TranslationModule, batch: RankBatch, batch_idx: int) -> StepOutputs:
         time.sleep(ALL_SECONDS + seconds(module))
         return training_step(module, batch, batch_idx)
 
-    def sleep_last(module: TranslationModule, *_: Any) -> None:
+    def sleep_last(module: TranslationModule, *_: object) -> None:
         time.sleep(seconds(module))
 
     TranslationModule.training_step = sleep_first  # type: ignore[method-assign]
@@ -107,7 +106,7 @@ def nothing() -> None:
 def other_backend() -> None:
     """Rank 1 has PyTorch's loss, and flash attention."""
 
-    def changed(*arguments: Any) -> Backend:
+    def changed(*arguments: object) -> Backend:
         chosen = choose_backend(*arguments)
         if process_rank() == 0:
             return chosen
@@ -116,7 +115,7 @@ def other_backend() -> None:
     backend.choose_backend = changed
 
     # PyTorch's kernel runs on GPUs only.
-    def computed(*arguments: Any) -> Any:
+    def computed(*arguments: object) -> Tensor:
         print("computed by the other backend", file=sys.stderr)
         return sentence_by_sentence(*arguments)
 
@@ -137,7 +136,7 @@ def count_collectives() -> None:
     called: Counter[str] = Counter()
     pending: list[dist.Work] = []
 
-    def count_and_train(module: TranslationModule, batch: RankBatch, batch_idx: int) -> dict[str, Any]:
+    def count_and_train(module: TranslationModule, batch: RankBatch, batch_idx: int) -> StepOutputs:
         if module.global_step in (COUNTED_FROM, COUNTED_FROM + NUM_COUNTED):
             pending[-1].wait()  # nothing else waits for it, and it is counted when it ends
         if module.global_step == COUNTED_FROM:
@@ -150,14 +149,14 @@ def count_collectives() -> None:
             (Path(os.environ["COUNTS"]) / f"{module.global_rank}.json").write_text(json.dumps(counts))
         return training_step(module, batch, batch_idx)
 
-    def count_and_reduce(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
+    def count_and_reduce(tensor: Tensor, *arguments: object, **options: object) -> dist.Work | None:
         called[str(tensor.dtype)] += 1
         work = all_reduce(tensor, *arguments, **options)
         if work is not None:
             pending.append(work)
         return work
 
-    def unpickle(*arguments: Any) -> Any:
+    def unpickle(*arguments: object) -> None:
         raise AssertionError("a pickled object")
 
     TranslationModule.training_step = count_and_train  # type: ignore[method-assign]

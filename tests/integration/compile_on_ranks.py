@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +39,7 @@ class Graphs:
 
     count = 0
 
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
         self.count += 1
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 

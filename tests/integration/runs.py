@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -13,7 +13,9 @@ from tests.conftest import ROOT
 from tests.fork_server import ForkedProcess, ForkServer
 
 
-def start(*arguments: object, module: str = "pipeline", stderr: Any = None, **environment: str) -> ForkedProcess:
+def start(
+    *arguments: object, module: str = "pipeline", stderr: int | IO[bytes] | None = None, **environment: str
+) -> ForkedProcess:
     """Start `python -m pipeline ...`, or another module, without waiting; by default its stderr is discarded."""
     return ForkServer.shared().start(
         module,

@@ -3,10 +3,10 @@
 import json
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from data_module.files import PlainValues
 from pipeline import load
 from pipeline.checkpointing.run_folder import step_path
 from tests.conftest import pipeline
@@ -14,7 +14,7 @@ from tests.integration.format_2.make import HERE, LAST_STEP, RESUME, run, state_
 
 
 @pytest.fixture
-def expected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def expected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlainValues:
     """What the version that made the files read from them; the working folder has a copy of them."""
     with tarfile.open(HERE / "files.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
@@ -22,7 +22,7 @@ def expected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return json.loads((HERE / "expected.json").read_text())
 
 
-def test_a_run_is_resumed_and_averaged(expected: dict[str, Any]) -> None:
+def test_a_run_is_resumed_and_averaged(expected: PlainValues) -> None:
     """Weights, their average, moments, schedule and the corpus are those of the files."""
     before = Path("run/metrics.jsonl").read_text()
     corpus = {path: path.read_bytes() for path in Path("corpus").iterdir()}
@@ -41,7 +41,7 @@ def test_a_run_is_resumed_and_averaged(expected: dict[str, Any]) -> None:
     assert load(average).translate("a b c d") == "A B C D"
 
 
-def test_a_run_and_a_bundle_translate_and_the_run_is_exported(expected: dict[str, Any]) -> None:
+def test_a_run_and_a_bundle_translate_and_the_run_is_exported(expected: PlainValues) -> None:
     assert run("export", "run", "new", "--format", "torchscript") == ["new"]
     found = uses()
     for name in ("run", "bundle"):

@@ -4,13 +4,13 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 
 import pipeline
-from data_module.files import FORMAT_VERSION
+from data_module.files import FORMAT_VERSION, PlainValues
 from tests.conftest import refusal
 
 VERSIONS = {
@@ -68,7 +68,7 @@ def place(trained_run: Path, tiny_corpus: Path, bundle: Path, tmp_path: Path) ->
     )
 
 
-def set_format(values: dict[str, Any], version: object) -> None:
+def set_format(values: PlainValues, version: object) -> None:
     assert values.pop("format_version") == FORMAT_VERSION
     if version is not None:
         values["format_version"] = version
@@ -89,7 +89,7 @@ def change_checkpoint(path: Path, version: object) -> Path:
 
 
 def change_torchscript(path: Path, version: object) -> Path:
-    extra: dict[str, Any] = {"card.json": "", "tokenizer.model": ""}
+    extra = {"card.json": "", "tokenizer.model": ""}
     search = torch.jit.load(path, _extra_files=extra)
     card = json.loads(extra["card.json"])
     set_format(card, version)

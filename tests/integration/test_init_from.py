@@ -3,7 +3,6 @@
 import shutil
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from pipeline.config.recipe import load_recipe
 from pipeline.training.start import load_initial_weights
 from tests.conftest import refusal, run_here
 
-REFUSED: dict[str, dict[str, Any]] = {
+REFUSED: dict[str, dict[str, object]] = {
     "num_layers": {"num_layers": 2},
     "num_encoder_layers": {"num_encoder_layers": 2},
     "num_decoder_layers": {"num_decoder_layers": 2},

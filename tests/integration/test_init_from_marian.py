@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ def run(*arguments: object, text: list[str] | None = None) -> tuple[list[str], s
     return done.stdout.decode().splitlines(), done.stderr.decode()
 
 
-def generated(folder: Path, **options: Any) -> list[str]:
+def generated(folder: Path, **options: object) -> list[str]:
     model, tokenizer = load(folder)
     found = []
     for line in LINES:

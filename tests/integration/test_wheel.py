@@ -7,7 +7,6 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,7 +39,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "env"
 
 
-def run(environment: Path, *words: object, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+def run(environment: Path, *words: object, cwd: Path, **options: object) -> subprocess.CompletedProcess[str]:
     """Run `attention-pipeline ...` outside the clone."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(

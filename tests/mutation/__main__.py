@@ -27,7 +27,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import yaml
 
@@ -91,7 +91,14 @@ def run_tests(tests: list[str]) -> None:
     os._exit(code)
 
 
-def outcomes(pool: ProcessPoolExecutor, module: str, target: dict[str, Any], every: int) -> Counter[str]:
+class Target(TypedDict):
+    """A module's entry in targets.yaml."""
+
+    tests: list[str]
+    equivalent: NotRequired[dict[str, list[str]]]
+
+
+def outcomes(pool: ProcessPoolExecutor, module: str, target: Target, every: int) -> Counter[str]:
     """Test a module's mutants, after seeing its tests pass on the module as it is; print and count outcomes."""
     began = time.monotonic()
     unchanged = pool.submit(judge, None, module, target["tests"], 900.0).result()
@@ -118,7 +125,7 @@ def main() -> int:
     parser.add_argument("modules", nargs="*", help="modules of targets.yaml (default: all)")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="test every Nth mutant of a module only")
     options = parser.parse_args()
-    targets: dict[str, dict[str, Any]] = yaml.safe_load(TARGETS.read_text(encoding="utf-8"))
+    targets: dict[str, Target] = yaml.safe_load(TARGETS.read_text(encoding="utf-8"))
     if unknown := [module for module in options.modules if module not in targets]:
         parser.error(f"{', '.join(unknown)}: not in tests/mutation/targets.yaml")
     # Without bytecode: whether it is stale is judged by size and time of change, which a mutant may share.

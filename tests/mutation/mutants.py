@@ -7,7 +7,7 @@ where they are met. Lines are those of `ast.unparse`, which has each statement o
 import ast
 from collections.abc import Iterator
 from copy import copy
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Mutant(NamedTuple):
@@ -23,7 +23,7 @@ class _Change(NamedTuple):
     statement: ast.AST
     node: ast.AST
     field: str
-    value: Any
+    value: object
     """The new one of the node's field."""
     shown: ast.AST
     """The statement that shows the change."""
@@ -67,7 +67,7 @@ def _changes(owner: ast.AST) -> Iterator[_Change]:
             yield from _changes(statement)
 
 
-def _first_line(statement: Any) -> str:
+def _first_line(statement: ast.AST) -> str:
     """Return a statement, without its decorators and blocks, as `ast.unparse` writes it."""
     shown = copy(statement)
     for name, value in (("decorator_list", []), ("orelse", []), ("body", [ast.Pass()])):
@@ -105,7 +105,7 @@ def _statements(statement: ast.stmt) -> Iterator[ast.stmt]:
             yield ast.Pass()
 
 
-def _expressions(node: ast.AST) -> Iterator[tuple[str, Any]]:
+def _expressions(node: ast.AST) -> Iterator[tuple[str, object]]:
     """Yield name and new value of each field of an expression, or of an operator's statement, that a mutant changes."""
     match node:
         case ast.Constant(value=bool(value)):

@@ -24,6 +24,7 @@ import yaml
 from PIL import Image
 
 import pipeline
+from data_module.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
 from model.attention_maps import attention_maps
 from pipeline.__main__ import main
@@ -88,7 +89,7 @@ def test_threads_share_a_model(kind: str, model: pipeline.Model, operators: pipe
     used = {"compiled": model, "operators": operators}.get(kind) or pipeline.load(bundle)
     count = 4 if kind == "compiled" else 2
 
-    def calls(number: int) -> list[Any]:
+    def calls(number: int) -> list[object]:
         one, several = TEXTS[number], TEXTS[:: number + 1]
         answers = [used.translate(one), used.translate(several), used.translate(several, n_best=3)]
         answers.append(used.score(several, several[::-1]))
@@ -287,7 +288,7 @@ def test_wrong_arguments_are_refused_in_one_line(model: pipeline.Model) -> None:
         ({"seed": 1.5}, "seed 1.5 must be a whole number"),
         ({"seed": True}, "seed True must be a whole number"),
     ):
-        wrong: Any = pipeline.Sampling(**values)  # type: ignore[arg-type]
+        wrong = pipeline.Sampling(**values)  # type: ignore[arg-type]
         assert f"sample: {said}" in refusal(lambda wrong=wrong: api.translate("a", sample=wrong))  # type: ignore[misc]
     with pytest.warns(UserWarning, match="never seen"):
         assert model.translate("\U0001f600") == model.translate(["\U0001f600"])[0]
@@ -335,12 +336,12 @@ def test_long_sentences_and_missing_prefixes_are_warned_of(tokenizer: Tokenizer)
 
 
 @pytest.fixture
-def recipe(tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def recipe(tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlainValues:
     monkeypatch.chdir(tmp_path)
     return {**tiny_recipe(tiny_corpus.parent), "name": "tiny"}
 
 
-def process_state() -> dict[str, Any]:
+def process_state() -> dict[str, object]:
     """What belongs to the caller."""
     names = ["lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero", "data_module", ""]
     return {
@@ -358,7 +359,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def test_training_gives_the_commands_weights_and_leaves_the_process_as_it_was(
-    recipe: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    recipe: PlainValues, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     import lightning.pytorch  # noqa: F401  sets the levels of its loggers
 
@@ -381,7 +382,7 @@ def test_training_gives_the_commands_weights_and_leaves_the_process_as_it_was(
     assert isinstance(pipeline.load(run).translate("the dog"), str)
 
 
-def test_mistakes_in_a_recipe(recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_mistakes_in_a_recipe(recipe: PlainValues, tmp_path: Path) -> None:
     before = process_state()
     recipe["training"] = {"schedule": "nosuch"}
     assert "nosuch" in refusal(lambda: pipeline.train(recipe))
@@ -399,9 +400,7 @@ def interrupt_after_first_checkpoint(run: Path) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_an_interrupt_saves_and_the_next_call_resumes(
-    recipe: dict[str, Any], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupt_saves_and_the_next_call_resumes(recipe: PlainValues, capfd: pytest.CaptureFixture[str]) -> None:
     before = process_state()
     recipe["trainer"] |= {"max_steps": 100_000, "val_check_interval": 50_000}
     recipe["run"] |= {"checkpoint_every_steps": 4}
@@ -420,13 +419,13 @@ def test_an_interrupt_saves_and_the_next_call_resumes(
     assert f"step={step + 4:08d}.ckpt" in {path.name for path in newest.parent.iterdir()}
 
 
-def test_the_end_of_max_time_is_no_error(recipe: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_end_of_max_time_is_no_error(recipe: PlainValues, capfd: pytest.CaptureFixture[str]) -> None:
     recipe["trainer"] |= {"max_steps": 100_000, "val_check_interval": 50_000, "max_time": "00:00:00:01"}
     assert pipeline.train(recipe) == Path("runs/tiny")
     assert "trainer.max_time has passed: saved after step" in capfd.readouterr().err
 
 
-def test_nothing_ends_the_process(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_ends_the_process(recipe: PlainValues, monkeypatch: pytest.MonkeyPatch) -> None:
     def leave(*_: object, **__: object) -> None:
         torch.set_float32_matmul_precision("high")  # as on a GPU
         raise SystemExit(1)
@@ -438,7 +437,7 @@ def test_nothing_ends_the_process(recipe: dict[str, Any], monkeypatch: pytest.Mo
     assert process_state() == before
 
 
-def test_training_in_a_thread(recipe: dict[str, Any]) -> None:
+def test_training_in_a_thread(recipe: PlainValues) -> None:
     """As in a web application: only the main thread can set signal handlers."""
     found: list[object] = []
     thread = threading.Thread(target=lambda: found.append(pipeline.train(recipe)))

@@ -5,7 +5,6 @@ import sys
 import sysconfig
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -115,7 +114,7 @@ def test_what_is_compiled(
     accelerator: str,
     precision: str,
     kernels: str | None,
-    settings: dict[str, Any],
+    settings: dict[str, object],
     parts: tuple[str, str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -166,7 +165,7 @@ def test_validation_searches_with_the_weights_as_they_are() -> None:
     ],
 )
 def test_what_flash_attention_cannot_take_is_plain(
-    precision: str, settings: dict[str, Any], capability: tuple[int, int], expected: str, gpu: pytest.MonkeyPatch
+    precision: str, settings: dict[str, object], capability: tuple[int, int], expected: str, gpu: pytest.MonkeyPatch
 ) -> None:
     """The paper's heads, d_k = d_v = 64, unless settings change them, on GPUs of several generations."""
     gpu.setattr(torch.cuda, "get_device_capability", lambda *_: capability)

@@ -6,13 +6,13 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import yaml
 
 from data_module.errors import InputError
+from data_module.files import PlainValues
 from pipeline.__main__ import main
 from pipeline.checkpointing.checkpoint import average, read_checkpoint, resolve_checkpoint, write_atomic
 from pipeline.checkpointing.run_folder import (
@@ -60,7 +60,7 @@ def log_scores(run: Path, bleu: Mapping[int, float | None]) -> None:
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def best(run: Path, count: int) -> dict[str, Any]:
+def best(run: Path, count: int) -> PlainValues:
     """Run the command and return what the average says about the choice."""
     run_here("average", run, "--best", count)
     return read_checkpoint(run / f"average-best-{count}.ckpt").contents["selection"]
@@ -160,7 +160,7 @@ def test_scores_that_were_not_finite_are_left_out(run: Path) -> None:
     """They are null in metrics.jsonl, also for what summary.json says."""
     log_scores(run, {EVERY: None, 2 * EVERY: 3.0, 3 * EVERY: None})
     assert best(run, 1)["best_validation"] == {"step": 2 * EVERY, "bleu": 3.0}
-    log: Any = SimpleNamespace(run=run)
+    log = SimpleNamespace(run=run)
     assert final_metrics(log, "bleu")["best_validation"]["step"] == 2 * EVERY
 
 

@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
+from data_module.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.checkpointing import callback as callback_module
 from pipeline.checkpointing import checkpoint_io as io_module
@@ -74,8 +75,8 @@ def train(tiny_corpus: Path, tmp_path: Path) -> Train:
         is_validated: bool = True,
         clock: StepClock | None = None,
         mode: Literal["max", "min"] = "max",
-        precision: Any = "32-true",
-        **settings: Any,
+        precision: str = "32-true",
+        **settings: object,
     ) -> OneWeight:
         settings = {"checkpoint_every_steps": 1, "keep_last": 10, **settings}
         overrides = [f"--run.{name}={'null' if value is None else value}" for name, value in settings.items()]
@@ -114,14 +115,14 @@ class StopAt(Callback):
     def __init__(self, step: int, in_validation: bool = False) -> None:
         self.step, self.in_validation = step, in_validation
 
-    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_start(self, trainer: Trainer, *_: object) -> None:
         self.stop(trainer)
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
         if not self.in_validation:
             self.stop(trainer)
 
-    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, *_: object) -> None:
         self.stop(trainer)
 
     def stop(self, trainer: Trainer) -> None:
@@ -281,7 +282,7 @@ def test_checkpoints_by_time(train: Train, tmp_path: Path, monkeypatch: pytest.M
     class Tick(Callback):
         seconds = 1000.0
 
-        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
             self.seconds += 24.0 if trainer.global_step < 4 else 40.0
 
     tick = Tick()
@@ -355,7 +356,7 @@ class SlowDisk:
         """A write takes this long, or until `go_on` is set."""
         monkeypatch.setattr(io_module, "write_atomic", self.write)
 
-    def write(self, contents: dict[str, Any], path: Path) -> None:
+    def write(self, contents: PlainValues, path: Path) -> None:
         self.begun.append(path.name)
         self._now += 1
         self.most_at_a_time = max(self.most_at_a_time, self._now)
@@ -375,7 +376,7 @@ class At(Callback):
     def __init__(self, step: int, function: Callable[[Trainer], None]) -> None:
         self.step, self.function = step, function
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
         if trainer.global_step == self.step:
             self.function(trainer)
 
@@ -425,7 +426,7 @@ def test_the_best_and_the_step_are_written_from_one_copy(
     taken = []
     copy = io_module.host_copy
 
-    def count(contents: dict[str, Any]) -> dict[str, Any]:
+    def count(contents: PlainValues) -> PlainValues:
         taken.append(contents["global_step"])
         return copy(contents)
 
@@ -450,7 +451,7 @@ def test_a_failed_write_ends_training_after_the_next_step(train: Train, tmp_path
     last: list[int] = []
 
     class WaitForWrite(Callback):
-        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
             last.append(trainer.global_step)
             checkpoint_io(trainer).join()
 
@@ -498,7 +499,7 @@ def test_files_of_both_ways_are_equal(
     options = {"bleu": {2: 10.0, 3: 20.0}, "validate_every": 1, "checkpoint_every_steps": 2, "keep_last": 1}
     writers: set[str] = set()
 
-    def write(contents: dict[str, Any], path: Path) -> None:
+    def write(contents: PlainValues, path: Path) -> None:
         writers.add(threading.current_thread().name.partition("_")[0])
         write_atomic(contents, path)
 

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -32,7 +32,7 @@ from tests.conftest import run_here
 
 
 class Real(NamedTuple):
-    load: Callable[[], Any]
+    load: Callable[[], object]
     name: str
 
 
@@ -237,7 +237,7 @@ def test_a_program_leaves_the_arithmetic_of_the_process_as_it_is(square: Program
         (compiled_attention.CompiledAttention, "attention"),
     ],
 )
-def test_another_library_is_refused(load: Callable[[Path], Any], name: str) -> None:
+def test_another_library_is_refused(load: Callable[[Path], object], name: str) -> None:
     with pytest.raises(OSError, match=f"is no compiled {name}"):
         load(Path(ctypes.util.find_library("m") or "libm.so.6"))
 

@@ -10,15 +10,16 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from numpy.typing import NDArray
 
 from data_module.batching.batch import SpecialIds
 from data_module.errors import InputError
+from data_module.files import PlainValues
 from data_module.settings import BatchSettings
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
@@ -47,10 +48,13 @@ def limited_memory() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def put(*keys: Any, value: Any) -> Callable[[dict[str, Any]], None]:
+Damage = Callable[[PlainValues], None]
+
+
+def put(*keys: str | int, value: object) -> Damage:
     """Return a damage: the value at a key of a key ... is another one."""
 
-    def damage(contents: dict[str, Any]) -> None:
+    def damage(contents: PlainValues) -> None:
         for key in keys[:-1]:
             contents = contents[key]
         contents[keys[-1]] = value
@@ -58,9 +62,9 @@ def put(*keys: Any, value: Any) -> Callable[[dict[str, Any]], None]:
     return damage
 
 
-def nested(depth: int) -> list[Any]:
+def nested(depth: int) -> list[object]:
     """Return 2 ** depth values that a file stores as `depth` lists."""
-    values: list[Any] = []
+    values: list[object] = []
     for _ in range(depth):
         values = [values, values]
     return values
@@ -69,12 +73,12 @@ def nested(depth: int) -> list[Any]:
 class Reserve:
     """A pickle of it reserves memory when it is loaded: bytearray(n) is no class that `weights_only` refuses."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return bytearray, (1 << 30,)
 
 
-def network(**settings: Any) -> Callable[[dict[str, Any]], None]:
-    def damage(contents: dict[str, Any]) -> None:
+def network(**settings: object) -> Damage:
+    def damage(contents: PlainValues) -> None:
         contents["translation"]["network"].update(settings)
 
     return damage
@@ -82,7 +86,7 @@ def network(**settings: Any) -> Callable[[dict[str, Any]], None]:
 
 WEIGHT, TRANSLATION = ("state_dict", "network.embedding.weight"), "translation"
 UNREADABLE = "cannot be read as a checkpoint"
-CHECKPOINTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+CHECKPOINTS: dict[str, tuple[Damage, str]] = {
     "stride 0": (put(*WEIGHT, value=torch.ones(1).expand(1 << 20, 1 << 16)), UNREADABLE),
     "stride 0 elsewhere": (put("callbacks", value=[torch.ones(1).expand(1 << 40)]), UNREADABLE),
     "no device": (put(*WEIGHT, value=torch.empty(1 << 40, device="meta")), UNREADABLE),
@@ -152,7 +156,7 @@ FIT_LOOP, PLACE = ("loops", "fit_loop"), ("loops", "fit_loop", "state_dict", "co
 OPTIMIZER = ("optimizer_states", 0)
 MOMENT = (*OPTIMIZER, "state", 1, "exp_avg")
 STEPS = "epoch_loop.manual_optimization.optim_step_progress"
-RESUMED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+RESUMED: dict[str, tuple[Damage, str]] = {
     "callbacks that are a list": (put("callbacks", value=[1]), "callbacks is missing"),
     "a state that is text": (put("callbacks", "GracefulStop", value="x"), "callbacks.GracefulStop is missing"),
     "no state of a callback": (put("callbacks", "TrainingMonitor", value=None), "callbacks.TrainingMonitor is missing"),
@@ -221,7 +225,7 @@ def test_settings_of_other_versions_are_completed_or_left_out(whole: Path, tmp_p
     assert read == read_checkpoint(whole).recipe
 
 
-MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+MANIFESTS: dict[str, tuple[Damage, str]] = {
     "no files": (put("files", value=[]), "files"),
     "a size that is text": (put("files", "tokenizer.model", value="9"), "files.tokenizer.model"),
     "no tokenizer": (put("tokenizer", value=None), "tokenizer"),
@@ -257,7 +261,7 @@ def test_a_manifest_that_is_nested_too_deeply(tiny_corpus: Path, tmp_path: Path)
         open_data(corpus)
 
 
-ARRAYS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+ARRAYS: dict[str, tuple[str, Callable[[NDArray], NDArray]]] = {
     "lengths of 65,535": ("lengths", lambda lengths: np.full_like(lengths, 65_535)),
     "lengths that offsets have not": ("lengths", lambda lengths: np.roll(lengths, 1)),
     "lengths of 64 bits": ("lengths", lambda lengths: lengths.astype(np.int64)),

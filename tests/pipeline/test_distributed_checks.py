@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -240,8 +239,8 @@ def test_each_rank_reports_its_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "check_ranks", lambda *_: [])
     found = []
     for rank in (0, 1):
-        job: Any = SimpleNamespace(rank=rank)
-        ranks: Any = SimpleNamespace(job=job, location=f"rank {rank}", all_gather=lambda value: [value])
+        job = SimpleNamespace(rank=rank)
+        ranks = SimpleNamespace(job=job, location=f"rank {rank}", all_gather=lambda value: [value])
         results = doctor._results_of(ranks, Question([], [], False, None))
         found.append([one.message for one in results if one.where == f"rank {rank}"])
     assert found == [["fine", "slow", "wrong"], ["slow", "wrong"]]

@@ -2,13 +2,15 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import sacrebleu
 
+from data_module.files import PlainValues
 from model.settings import DecodingSettings
 from pipeline.inference import evaluation
 from pipeline.inference.evaluation_text import EvaluationText, text_of_files
@@ -18,13 +20,15 @@ from pipeline.inference.text_io import Defects
 from tests.conftest import refusal, run_here
 from tests.pipeline.test_metrics import Lines
 
+Evaluate = Callable[..., tuple[str, str]]
+
 
 class Repeat:
     """Gives each sentence back; the one named `other` leaves the full stop out."""
 
     settings = DecodingSettings(beam_size=1)
     prefixes, max_source_tokens = Prefixes(), None
-    recipe: ClassVar[dict[str, Any]] = {
+    recipe: ClassVar[PlainValues] = {
         "corpus": {"target_language": "en"},
         "run": {"bleu_tokenizer": None, "metrics": []},
     }
@@ -33,20 +37,20 @@ class Repeat:
         self.name = name
         self.asked: list[SearchOptions] = []
 
-    def translate(self, sentences: list[str], options: SearchOptions, *, finished: Any) -> list[Any]:
+    def translate(self, sentences: list[str], options: SearchOptions, *, finished: object) -> list[SimpleNamespace]:
         self.asked.append(options)
         drops = self.name == "other"
         texts = [line.removesuffix(" .") if drops else line for line in sentences]
         return [SimpleNamespace(text=text, defects=Defects()) for text in texts]
 
 
-def evaluated(*options: object) -> dict[str, Any]:
+def evaluated(*options: object) -> PlainValues:
     """The figures that are printed last."""
     return json.loads(run_here("evaluate", "this", *options)[0].splitlines()[-1])
 
 
 @pytest.fixture
-def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Evaluate:
     monkeypatch.setattr(evaluation, "load_translator", lambda path: Repeat(str(path)))
 
     def evaluate(lines: int, *options: object) -> tuple[str, str]:
@@ -57,7 +61,7 @@ def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return evaluate
 
 
-def test_a_registered_metric_is_printed_and_in_the_json(output: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_metric_is_printed_and_in_the_json(output: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METRICS, "line_length", Lines())
     lines = output(5, "--versus", "other")[0].splitlines()
     figures = json.loads(lines[-1])
@@ -70,7 +74,7 @@ def test_a_registered_metric_is_printed_and_in_the_json(output: Any, monkeypatch
 
 
 def test_several_references_metrics_by_name_and_scores_of_another_program(
-    output: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    output: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(METRICS, "line_length", Lines())
     monkeypatch.setitem(Repeat.recipe["run"], "metrics", ["chrf2++"])
@@ -138,7 +142,7 @@ def test_mistakes_are_refused_before_a_model_is_loaded(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(("lines", "warns"), [(99, False), (100, True)])
-def test_translations_that_look_tokenized(output: Any, lines: int, warns: bool) -> None:
+def test_translations_that_look_tokenized(output: Evaluate, lines: int, warns: bool) -> None:
     assert ("the translations look tokenized" in output(lines)[1]) is warns
 
 
@@ -174,7 +178,7 @@ def test_the_language_chooses_bleu(
 class SeveralLanguages(Repeat):
     """Gives each sentence back without its prefix; the one named `other` knows one prefix only."""
 
-    def __init__(self, name: str, corpus: dict[str, Any]) -> None:
+    def __init__(self, name: str, corpus: PlainValues) -> None:
         super().__init__(name)
         self.recipe = Repeat.recipe | {"corpus": corpus}
         self.prefixes = Prefixes((">>de<<", ">>fr<<"), (">>de<<", ">>fr<<", "__NAME__"), True)
@@ -182,7 +186,7 @@ class SeveralLanguages(Repeat):
             self.prefixes = Prefixes((">>de<<",), (">>de<<",), False)
         self.seen: list[str] = []
 
-    def translate(self, sentences: list[str], options: SearchOptions, *, finished: Any) -> list[Any]:
+    def translate(self, sentences: list[str], options: SearchOptions, *, finished: object) -> list[SimpleNamespace]:
         self.asked.append(options)
         self.seen = sentences
         texts = [line.removeprefix(">>de<< ").removeprefix(">>fr<< ") for line in sentences]

@@ -4,7 +4,7 @@ One recipe has another value than the default for every key. What `fit` builds f
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,16 +12,20 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from torch import nn
+from torch.optim import Optimizer
 
+from data_module.corpus.manifest import Manifest
 from data_module.corpus.pairs import open_reader
 from data_module.corpus.preparation import prepare
 from data_module.corpus.readers import READERS, Reader
 from data_module.errors import InputError
+from data_module.files import PlainValues
 from data_module.settings import TextSource
 from data_module.tokenization.tokenizer import Tokenizer
 from model.attention import SelfAttention
 from model.layers import NORMS, SELF_ATTENTIONS
 from model.optimization import OPTIMIZERS, muon
+from model.training_module import TranslationModule
 from model.transformer import LearnedPositions, Transformer
 from pipeline.checkpointing.callback import EMA
 from pipeline.checkpointing.checkpoint import write_atomic
@@ -42,7 +46,7 @@ class Built:
 
     recipe: Recipe
     tokenizer: Tokenizer
-    manifest: dict[str, Any]
+    manifest: Manifest
     module: Any = None
     data: Any = None
     trainer: Any = None
@@ -50,16 +54,16 @@ class Built:
     """By the names of their classes."""
     deterministic: bool = False
     optimizer: Any = None
-    search: list[Any] = field(default_factory=list)
+    search: list[object] = field(default_factory=list)
     """Arguments of the search."""
 
-    def layers(self) -> list[Any]:
+    def layers(self) -> list[nn.Module]:
         return [*self.module.network.encoder, *self.module.network.decoder]
 
-    def attentions(self) -> list[Any]:
+    def attentions(self) -> list[nn.Module]:
         return [part for layer in self.layers() for name, part in layer.named_children() if name.endswith("attention")]
 
-    def residuals(self) -> list[Any]:
+    def residuals(self) -> list[nn.Module]:
         return [part for layer in self.layers() for name, part in layer.named_children() if name.endswith("residual")]
 
     def rates(self) -> list[float]:
@@ -88,13 +92,13 @@ class OwnAttention(SelfAttention):
     """Another one by its class alone."""
 
 
-def own_optimizer(*arguments: Any) -> Any:
-    optimizer: Any = muon(*arguments)
+def own_optimizer(*arguments: object) -> Optimizer:
+    optimizer = muon(*arguments)
     optimizer.registered_as = "own"
     return optimizer
 
 
-def same(values: Iterable[Any]) -> Any:
+def same(values: Iterable[object]) -> object:
     first, *others = values
     assert all(other == first for other in others), [first, *others]
     return first
@@ -107,7 +111,7 @@ def decay_of(callback: EMA) -> float:
     return average[0].item()
 
 
-TEXTS: dict[str, list[dict[str, Any]]] = {
+TEXTS: dict[str, list[dict[str, object]]] = {
     "train": [
         {"source": "train.source", "target": "train.target", "repeat": 2, "weight": 2.5, "prefix": ">>de<<"},
         {"tsv": "train.tsv"},
@@ -124,7 +128,7 @@ DATASET = TextSource(dataset="wmt/wmt14", subset="de-en", split="train")
 PRECISION = "32-true" if best_precision("cpu") == "bf16-mixed" else "bf16-mixed"
 """Another one than the default of this machine."""
 
-Use = Callable[[Built], Any]
+Use = Callable[[Built], object]
 TEXT_KEYS: dict[str, Use] = {
     "source": lambda b: b.manifest["source_files"][0]["file"],
     "target": lambda b: b.manifest["source_files"][1]["file"],
@@ -143,7 +147,7 @@ TEXT_KEYS: dict[str, Use] = {
 }
 """Key of a text source -> its value, read from the object that uses it."""
 
-KEYS: dict[str, tuple[Any, Use | None]] = {
+KEYS: dict[str, tuple[object, Use | None]] = {
     "name": ("every-key", lambda b: replace(b.recipe, run=replace(b.recipe.run, folder=None)).run_folder().name),
     "corpus.folder": ("corpus", lambda b: str(b.data.folder)),
     "corpus.train": (TEXTS["train"], None),
@@ -298,7 +302,9 @@ def build(recipe: Recipe) -> Built:
     tokenizer = Tokenizer.load(recipe.corpus_folder() / "tokenizer.model")
     built = Built(recipe, tokenizer, manifest)
 
-    def fit(trainer: Any, module: Any, datamodule: Any, ckpt_path: Any, weights_only: bool) -> None:
+    def fit(
+        trainer: Trainer, module: TranslationModule, datamodule: object, ckpt_path: object, weights_only: bool
+    ) -> None:
         built.trainer, built.module, built.data = trainer, module, datamodule
         built.callbacks = {type(callback).__name__: callback for callback in trainer.callbacks}
         built.deterministic = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -312,14 +318,14 @@ def build(recipe: Recipe) -> Built:
     return built
 
 
-def arguments_of_search(built: Built) -> list[Any]:
+def arguments_of_search(built: Built) -> list[object]:
     """Translate with a checkpoint of the network; return what the search is called with."""
     weights = {f"network.{name}": weight for name, weight in built.module.network.state_dict().items()}
     contents = {"state_dict": weights, "global_step": 0}
     built.callbacks["CheckpointCallback"].on_save_checkpoint(built.trainer, built.module, contents)
     write_atomic(contents, Path("one.ckpt"))
     translator = load_translator(Path("one.ckpt"))
-    given: list[Any] = []
+    given: list[object] = []
     search = translator.search.beam
     translator.search.beam = lambda *arguments: given.extend(arguments) or search(*arguments)
     translator.translate(["a dog"])
@@ -329,7 +335,7 @@ def arguments_of_search(built: Built) -> list[Any]:
 @pytest.fixture(scope="module")
 def built(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
     """Paths of the recipe are relative to the current folder."""
-    values: dict[str, Any] = {}
+    values: PlainValues = {}
     for key, (value, _) in KEYS.items():
         *section, name = key.split(".")
         (values.setdefault(section[0], {}) if section else values)[name] = value
@@ -362,7 +368,7 @@ def built(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield built
 
 
-def default_of(one: Any) -> Any:
+def default_of(one: "Field[object]") -> object:
     return one.default if one.default_factory is MISSING else one.default_factory()
 
 

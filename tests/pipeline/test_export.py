@@ -6,7 +6,6 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from pipeline.export.bundle_folder import FILES, ON_REQUEST
 from pipeline.export.bundle_writer import bundle_files, write_bundle
 from pipeline.export.card import readme
 from pipeline.export.exported_program import ExportedSearch
-from pipeline.export.formats import FORMATS
+from pipeline.export.formats import FORMATS, Bundle
 from pipeline.export.parity import Text
 from pipeline.inference.bundle_folder import bundle_of
 from pipeline.inference.loading import load_torchscript, load_translator
@@ -33,7 +32,7 @@ from tests.conftest import refusal, run_here
 from tests.model.search_truth import VOCABULARY_SIZE, random_network
 
 LETTERS = "abcdefg"
-SHAPES: dict[str, dict[str, Any]] = {
+SHAPES: dict[str, dict[str, object]] = {
     "base": {"num_heads": 4},
     "big": {"d_model": 48, "d_ff": 96, "num_heads": 8, "dropout": 0.3},
     "pre-norm": {"pre_norm": True},
@@ -53,7 +52,7 @@ LEFT_OUT = {
 TEXT = Text("letters", [" ".join(LETTERS[: 2 + i % 6][i % 2 :]) for i in range(12)], None)
 
 
-def make_model(tokenizer: Tokenizer, **shape: Any) -> TrainedModel:
+def make_model(tokenizer: Tokenizer, **shape: object) -> TrainedModel:
     torch.manual_seed(3)
     settings = NetworkSettings(**{"num_layers": 2, "d_model": 32, "d_ff": 48, "num_heads": 2, **shape})
     network = Transformer(tokenizer.vocabulary_size, settings).eval()
@@ -104,7 +103,7 @@ def test_a_format_that_differs_from_the_checkpoint_is_refused(
     model, another = (make_model(tokenizer, num_layers=1, d_ff=size) for size in (48, 40))
     right = FORMATS[name]
 
-    def write(bundle: Any, path: Path) -> None:
+    def write(bundle: Bundle, path: Path) -> None:
         if name == "model.pt2":
             shutil.copy(exported_search, path)
         else:
@@ -129,7 +128,7 @@ def test_a_format_that_differs_from_the_checkpoint_is_refused(
     ],
 )
 def test_a_network_that_a_program_lacks_is_refused(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, name: str, shape: dict[str, Any], said: str
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, name: str, shape: dict[str, object], said: str
 ) -> None:
     monkeypatch.setitem(NORMS, "rms", nn.RMSNorm)
     monkeypatch.setitem(ACTIVATIONS, "tanh", nn.Tanh)

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -87,7 +86,7 @@ def test_answers_of_all_stages(tokenizer: Tokenizer) -> None:
     ],
 )
 def test_the_search_with_other_settings(
-    tokenizer: Tokenizer, tmp_path: Path, decoding: dict[str, Any], n_best: int, shape: dict[str, Any]
+    tokenizer: Tokenizer, tmp_path: Path, decoding: dict[str, object], n_best: int, shape: dict[str, object]
 ) -> None:
     model = replace(make_model(tokenizer, **shape), decoding=DecodingSettings(**{"max_extra_tokens": 6, **decoding}))
     write_exported_program(model, n_best, "{}", tmp_path / "model.pt2")

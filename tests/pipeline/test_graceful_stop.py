@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.utils.data import DataLoader
 
+from data_module.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.checkpointing import checkpoint_io
 from pipeline.checkpointing.callback import CheckpointCallback
@@ -151,10 +152,11 @@ def train(folder: Path, tokenizer: Path, event: Event | None, max_steps: int, ma
 
 
 RankFunction = Callable[..., str]
+Arguments = tuple[object, ...]
 
 
 def run_rank(
-    rank: int, size: int, folder: Path, environment: dict[str, str], function: RankFunction, arguments: tuple[Any, ...]
+    rank: int, size: int, folder: Path, environment: dict[str, str], function: RankFunction, arguments: Arguments
 ) -> None:
     """Run a function as one rank, in a process of its own, and write its result to a file."""
     os.environ |= environment | {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "SLURMD_NODENAME": f"node-{rank}"}
@@ -165,7 +167,7 @@ def run_rank(
     os._exit(0)
 
 
-def exit_codes(folder: Path, function: RankFunction, *arguments: tuple[Any, ...]) -> list[int | None]:
+def exit_codes(folder: Path, function: RankFunction, *arguments: Arguments) -> list[int | None]:
     """Run a function on one rank per tuple of arguments; return the exit codes."""
     (folder / "store").unlink(missing_ok=True)
     size = len(arguments)
@@ -180,7 +182,7 @@ def exit_codes(folder: Path, function: RankFunction, *arguments: tuple[Any, ...]
     return [process.exitcode for process in processes]
 
 
-def results(folder: Path, function: RankFunction, *arguments: tuple[Any, ...]) -> list[str]:
+def results(folder: Path, function: RankFunction, *arguments: Arguments) -> list[str]:
     """Run a function on one rank per tuple of arguments; return the results."""
     assert exit_codes(folder, function, *arguments) == [0] * len(arguments)
     return [(folder / f"rank-{rank}").read_text() for rank in range(len(arguments))]
@@ -205,7 +207,7 @@ def train_on_ranks(
 def train_on_slow_disk(folder: Path, tokenizer: Path, event: Event | None, max_steps: int) -> str:
     """Train with writes that take a second; return what `train` returns, and the checkpoints that exist at its end."""
 
-    def write(contents: dict[str, Any], path: Path) -> None:
+    def write(contents: PlainValues, path: Path) -> None:
         time.sleep(1)
         write_atomic(contents, path)
 
@@ -368,7 +370,7 @@ def test_silent_ranks_are_named(tmp_path: Path) -> None:
     ]
 
 
-def call_a_rank_that_hangs(rank: int, port_pipe: Any, pipe: Any) -> None:
+def call_a_rank_that_hangs(rank: int, port_pipe: Connection, pipe: Connection) -> None:
     """Run rank 0, which serves the key-value store and hangs, or rank 1, which waits for it."""
     os.environ["SLURMD_NODENAME"] = f"node-{rank}"
     if rank == 0:

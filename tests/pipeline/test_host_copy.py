@@ -3,18 +3,18 @@
 import io
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from data_module.files import PlainValues
 from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO, host_copy
 from pipeline.runtime.memory import private_memory, release_freed_memory
 
 MEGABYTE = 1 << 20
 
 
-def contents(device: str) -> dict[str, Any]:
+def contents(device: str) -> PlainValues:
     """What checkpoints hold: tied weights, views of one storage, moments, empty tensors, plain values."""
     torch.manual_seed(5)
     network = torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.Linear(30, 30)).to(device)
@@ -32,7 +32,7 @@ def contents(device: str) -> dict[str, Any]:
     }
 
 
-def saved(value: Any) -> bytes:
+def saved(value: object) -> bytes:
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()

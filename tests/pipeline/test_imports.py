@@ -9,12 +9,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from lightning.pytorch import Trainer
 
+from data_module.files import PlainValues
 from pipeline.config.settings import RESERVED_KEYS, TRAINER_KEYS
 from tests.conftest import ROOT, tiny_recipe
 
@@ -47,11 +47,11 @@ def imported(*commands: list[object], text: str = "") -> list[tuple[int, set[str
 
 
 @pytest.fixture
-def recipe(tiny_corpus: Path, tmp_path: Path) -> dict[str, Any]:
+def recipe(tiny_corpus: Path, tmp_path: Path) -> PlainValues:
     return tiny_recipe(tiny_corpus.parent) | {"name": "tiny"}
 
 
-def test_refusals_and_help_import_nothing_slow(recipe: dict[str, Any], trained_run: Path, tmp_path: Path) -> None:
+def test_refusals_and_help_import_nothing_slow(recipe: PlainValues, trained_run: Path, tmp_path: Path) -> None:
     """Mistakes in a recipe, a text that is not there, and the run of another recipe."""
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
     text = ["--corpus.folder", tmp_path / "new", "--corpus.train", "{source: no.en, target: no.de}"]
@@ -65,7 +65,7 @@ def test_refusals_and_help_import_nothing_slow(recipe: dict[str, Any], trained_r
     assert found == [(2, set())] * len(refused) + [(0, set())] * len(commands)
 
 
-def test_prepare_needs_only_the_tokenizer(recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_prepare_needs_only_the_tokenizer(recipe: PlainValues, tmp_path: Path) -> None:
     recipe["corpus"]["folder"] = str(tmp_path / "new")
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
     assert imported(["prepare", tmp_path / "tiny.yaml"]) == [(0, {"sentencepiece"})]

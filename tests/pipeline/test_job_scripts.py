@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -80,7 +80,7 @@ def job(
     words: str = "",
     outcomes: Mapping[str, Sequence[str]] = {},
     environment: Mapping[str, str] = {},
-    **options: Any,
+    **options: object,
 ) -> Ended:
     """Run a job's script.
 

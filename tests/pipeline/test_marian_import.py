@@ -5,12 +5,12 @@ import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from data_module.corpus.preparation import prepare
 from data_module.corpus.store import open_variants
@@ -159,7 +159,7 @@ def test_an_export_of_this_project_comes_back_as_it_was(tmp_path: Path) -> None:
     assert model.tokenizer.pieces() == tokenizer.pieces()
 
 
-def change_json(name: str, **changes: Any) -> Callable[[Path], None]:
+def change_json(name: str, **changes: object) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         values = json.loads((folder / name).read_text()) | changes
         (folder / name).write_text(json.dumps({key: one for key, one in values.items() if one != "(none)"}))
@@ -167,7 +167,7 @@ def change_json(name: str, **changes: Any) -> Callable[[Path], None]:
     return change
 
 
-def change_weights(**changes: Any) -> Callable[[Path], None]:
+def change_weights(**changes: Tensor | None) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         weights = load_file(folder / "model.safetensors")
         for name, one in changes.items():
@@ -187,7 +187,7 @@ def remove(name: str) -> Callable[[Path], None]:
 
 
 class Harmful:
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return print, ("executed",)
 
 

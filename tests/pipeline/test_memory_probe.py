@@ -7,7 +7,6 @@ from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from data_module.batching.batch import SpecialIds
 from data_module.errors import InputError
+from data_module.files import PlainValues
 from data_module.settings import BatchSettings
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*transfer_batch_to_device.*")
 
 class RecordState(Callback):
     def __init__(self) -> None:
-        self.seen: list[dict[str, Any]] = []
+        self.seen: list[PlainValues] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.seen.append(
@@ -52,7 +52,7 @@ def fit(
     tiny_corpus: Path,
     network: NetworkSettings,
     max_steps: int,
-    *callbacks: Any,
+    *callbacks: Callback | None,
     writer: AtomicCheckpointIO | None = None,
 ) -> None:
     """Train with the given callbacks, where None stands for a probe."""
@@ -168,7 +168,7 @@ class RecordCopy(Callback):
         self.writer = writer
         self.seen: list[int] = []
 
-    def on_train_start(self, *_: Any) -> None:
+    def on_train_start(self, *_: object) -> None:
         self.seen.append(self.writer.copy_bytes)
 
 

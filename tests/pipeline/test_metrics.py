@@ -5,7 +5,7 @@ import random
 import re
 import statistics
 import sys
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from sacrebleu import significance
 from sacrebleu.significance import PairedTest
 
 from data_module.errors import InputError
+from data_module.files import PlainValues
 from pipeline.inference import metrics
 from pipeline.inference.metrics import (
     METRICS,
@@ -88,7 +89,7 @@ def test_without_sacremoses_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
         paper_score(REFERENCES, REFERENCES, "de")
 
 
-def compare(hypotheses: list[str], others: list[str], references: list[str]) -> dict[str, Any]:
+def compare(hypotheses: list[str], others: list[str], references: list[str]) -> PlainValues:
     return score_and_compare(hypotheses, references, other=others)[1]
 
 
@@ -197,7 +198,7 @@ def test_scores_intervals_and_signatures_are_sacrebleus() -> None:
             ("ter", sacrebleu.TER()),
             ("chrf2++", sacrebleu.CHRF(word_order=2)),
         ):
-            expected: Any = theirs.corpus_score(hypotheses, references, n_bootstrap=1000)
+            expected = theirs.corpus_score(hypotheses, references, n_bootstrap=1000)
             assert figures[name] == pytest.approx(expected.score, abs=1e-4)
             low, high = figures[f"{name}_interval"]
             assert [low, high] == pytest.approx(
@@ -264,7 +265,7 @@ class Lines:
     def statistics(self, hypothesis: str, reference: str) -> list[int]:
         return [len(hypothesis.split()) == len(reference.split()), 1]
 
-    def score(self, statistics: Any) -> float:
+    def score(self, statistics: Sequence[float]) -> float:
         return 100.0 * statistics[0] / max(statistics[1], 1)
 
 

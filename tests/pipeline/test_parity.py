@@ -3,7 +3,6 @@
 import copy
 import time
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import sacrebleu
@@ -109,7 +108,7 @@ def test_the_tolerance_holds_for_float32_and_not_for_less(tokenizer: Tokenizer, 
 def test_the_tolerance_holds_for_a_network_that_is_certain(tokenizer: Tokenizer) -> None:
     """Noise in logits hardly changes a probability near 1, whose logarithm float32 rounds all the same."""
     model = make_model(tokenizer, output_bias=True)
-    network: Any = model.network
+    network = model.network
     with torch.no_grad():
         network.embedding.weight *= 0.01
         network.projection.bias.fill_(0.0)[tokenizer.eos_id] = 9.0

@@ -4,7 +4,6 @@ import random
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import yaml
 
 import pipeline
 from data_module.errors import InputError
+from data_module.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.inference.options import Prefixes
 from pipeline.inference.pieces import SPACED_SYMBOLS, encode_sources
@@ -35,7 +35,7 @@ def write_pairs(path: Path, count: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> PlainValues:
     folder = tmp_path_factory.mktemp("tags")
     for name, count in (("train", 300), ("validation", 20), ("test", 10)):
         write_pairs(folder / f"{name}.tsv", count)
@@ -55,12 +55,12 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def run(recipe: dict[str, Any]) -> Path:
+def run(recipe: PlainValues) -> Path:
     return pipeline.train(recipe)
 
 
 @pytest.fixture
-def recipe_path(recipe: dict[str, Any], tmp_path: Path) -> Path:
+def recipe_path(recipe: PlainValues, tmp_path: Path) -> Path:
     (tmp_path / "tags.yaml").write_text(yaml.safe_dump(recipe))
     return tmp_path / "tags.yaml"
 
@@ -103,7 +103,7 @@ def test_the_api_counts_sentences(run: Path) -> None:
         assert not caught
 
 
-def test_doctor_counts_held_out_lines(run: Path, recipe: dict[str, Any], recipe_path: Path) -> None:
+def test_doctor_counts_held_out_lines(run: Path, recipe: PlainValues, recipe_path: Path) -> None:
     """Empty lines are none of a corpus's, so that the places are those of the file."""
     lines, test = run_here("doctor", recipe_path)[0].splitlines(), recipe["corpus"]["test"]["tsv"]
     assert f"note  {test}, source: 4 lines, the first are 12, 13, 14: {UNSEEN} '<PSS1P>'" in lines
@@ -112,7 +112,7 @@ def test_doctor_counts_held_out_lines(run: Path, recipe: dict[str, Any], recipe_
     assert not [line for line in lines if "validation.tsv, " in line]
 
 
-def test_prepare_and_doctor_show_pieces(recipe: dict[str, Any], tmp_path: Path, recipe_path: Path) -> None:
+def test_prepare_and_doctor_show_pieces(recipe: PlainValues, tmp_path: Path, recipe_path: Path) -> None:
     """Before the corpus is prepared, and after."""
     train = tmp_path / "train.tsv"
     rest = "<N><PSS1S> a t\ta w\n" * 300
@@ -145,7 +145,7 @@ def test_without_a_record_nothing_counts(run: Path, tmp_path: Path, text: Path) 
 
 
 def test_a_run_from_another_has_seen_what_both_have(
-    run: Path, recipe: dict[str, Any], tmp_path: Path, recipe_path: Path
+    run: Path, recipe: PlainValues, tmp_path: Path, recipe_path: Path
 ) -> None:
     """When it is resumed too. `prepare` and `fit` say so before the run begins."""
     train = tmp_path / "train.tsv"
@@ -165,7 +165,7 @@ def test_a_run_from_another_has_seen_what_both_have(
     assert encode_sources(own, ["<N><ACC> k"], None, Prefixes())[1] == [Defects(unseen="<ACC>")]
 
 
-def test_a_record_of_another_vocabulary_is_refused(run: Path, recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_a_record_of_another_vocabulary_is_refused(run: Path, recipe: PlainValues, tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(Path(recipe["corpus"]["folder"]) / "tokenizer.model")
     tokenizer.save(tmp_path / "tokenizer.model")
     assert Tokenizer.load(tmp_path / "tokenizer.model").seen == tokenizer.seen

@@ -1,15 +1,14 @@
 """Which prefixes a model knows, and which sentences lack one."""
 
-from typing import Any
-
 import pytest
 
 from data_module.errors import InputError
+from data_module.files import PlainValues
 from pipeline.export.card import example_sentence, readme
 from pipeline.inference.options import Prefixes, with_prefix
 
 
-def corpus(*prefixes: str | None) -> dict[str, Any]:
+def corpus(*prefixes: str | None) -> PlainValues:
     return {"train": [{"tsv": "a.tsv", "prefix": prefix} for prefix in prefixes], "user_symbols": ["<a>", "<b>", "<c>"]}
 
 
@@ -49,7 +48,7 @@ def test_a_prefix_that_is_not_known() -> None:
 def test_the_readme_of_a_bundle_names_prefixes() -> None:
     """Its examples translate a sentence with the first one, which may contain quotation marks."""
 
-    def text(recipe: dict[str, Any]) -> str:
+    def text(recipe: PlainValues) -> str:
         card = {"name": "n", "source_language": "en", "target_language": "x", "recipe": recipe, "pad_id": 0}
         card |= {"beam_size": 1, "length_penalty": 1, "max_extra_tokens": 5, "max_source_tokens": None}
         card |= {"stop_rule": "exact", "n_best": 1}

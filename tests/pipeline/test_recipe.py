@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_module.errors import InputError
+from data_module.files import PlainValues
 from data_module.settings import CorpusSettings, TextSource
 from pipeline.commands.recipe import recipe_paths
 from pipeline.config.recipe import Recipe, load_recipe, recipe_from_dict
@@ -342,7 +343,7 @@ def test_any_text_yields_a_recipe_or_one_line_of_error(
 
 
 def test_a_dictionary_is_read_as_a_file_would_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values: dict[str, Any] = {"name": "mine", **yaml.safe_load(MINIMAL), "training": {"warmup_steps": 5}}
+    values: PlainValues = {"name": "mine", **yaml.safe_load(MINIMAL), "training": {"warmup_steps": 5}}
     assert recipe_from_dict(values) == load_recipe([write(tmp_path, yaml.safe_dump(values))])
     given = {"name": "mine", "extends": "base.yaml", "corpus": {"folder": Path("other")}, "network": {"d_ff": 64}}
     kept = {**given, "corpus": dict(given["corpus"])}  # type: ignore[call-overload]
@@ -358,8 +359,8 @@ def test_a_dictionary_is_read_as_a_file_would_be(tmp_path: Path, monkeypatch: py
 
 
 def test_mistakes_in_a_dictionary() -> None:
-    values: dict[str, Any] = {"name": "mine", **yaml.safe_load(MINIMAL)}
-    endless: dict[str, Any] = {}
+    values: PlainValues = {"name": "mine", **yaml.safe_load(MINIMAL)}
+    endless: PlainValues = {}
     endless["corpus"] = endless
     for wrong, said in (
         ({}, "2 mistakes: the recipe: name is missing; add it; the recipe: corpus is missing; add it"),

@@ -7,13 +7,13 @@ stricter with numbers in quotes, which `load_recipe` converts.
 
 import re
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
 import yaml
 
 from data_module.errors import InputError
+from data_module.files import PlainValues
 from pipeline.config.recipe import load_recipe
 from pipeline.config.recipe_files import MODELINE
 from pipeline.config.settings import validate_trainer_keys
@@ -36,7 +36,7 @@ trainer:
 class EditorLoader(yaml.SafeLoader):
     """YAML 1.2, which editors read: 1e-9 is a number, and dates, `no` and `on` are text."""
 
-    yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
 
 for tag, pattern, first in (
@@ -161,7 +161,7 @@ def test_the_schema_agrees_with_doctor(case: str, expected: tuple[bool, bool], t
     assert judgements(with_value(key, value), tmp_path) == expected
 
 
-def numbers() -> list[tuple[str, Any]]:
+def numbers() -> list[tuple[str, PlainValues]]:
     """The dotted keys of all settings that hold a number, and their schemas."""
     sections = [(name, part) for name, part in SCHEMA["properties"].items() if name != "trainer"]
     found = []
@@ -175,7 +175,7 @@ def numbers() -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize(("key", "part"), numbers(), ids=lambda one: one if isinstance(one, str) else "")
-def test_the_ranges_are_those_that_the_code_checks(key: str, part: Any, tmp_path: Path) -> None:
+def test_the_ranges_are_those_that_the_code_checks(key: str, part: PlainValues, tmp_path: Path) -> None:
     """The schema finds them with the values -1, 0, 1e-9, 1 and 2; here are others."""
     around = "network.d_k", "network.d_v"
     for value in (-7, -0.5, 0, 1e-12, 0.999, 1.001, 1_000_000):

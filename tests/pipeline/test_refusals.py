@@ -5,7 +5,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ class Place:
         self.options: list[str] = []
         self.init_from: Path | None = None
 
-    def give(self, **settings: Any) -> None:
+    def give(self, **settings: object) -> None:
         """Give settings on the command line; `__` in a name stands for the dot."""
         for key, value in settings.items():
             self.options += [f"--{key.replace('__', '.')}", json.dumps(value) if not isinstance(value, str) else value]
@@ -58,15 +57,15 @@ def place(tiny_corpus: Path, trained_run: Path, tmp_path: Path) -> Place:
     return Place(folder, trained_run)
 
 
-def settings(**values: Any) -> Callable[[Place], None]:
+def settings(**values: object) -> Callable[[Place], None]:
     return lambda place: place.give(**values)
 
 
-def trainer(**values: Any) -> Callable[[Place], None]:
+def trainer(**values: object) -> Callable[[Place], None]:
     return lambda place: place.give(**{f"trainer__{key}": value for key, value in values.items()})
 
 
-def prepared(**values: Any) -> Callable[[Place], None]:
+def prepared(**values: object) -> Callable[[Place], None]:
     """Prepare the corpus first, so that a setting can be compared with it."""
 
     def damage(place: Place) -> None:

@@ -15,13 +15,13 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from data_module.corpus import preparation
 from data_module.corpus.builder import write_corpus
+from data_module.corpus.manifest import Manifest
 from data_module.corpus.preparation import in_use
 from data_module.errors import InputError
 from data_module.files import FileLock, replace_folder
@@ -482,7 +482,7 @@ def test_a_corpus_is_not_replaced_while_a_run_trains_on_it(
     command = ["prepare", str(recipe_file), "--force", *options]
     before, said = (corpus / "manifest.json").stat().st_ino, []
 
-    def write_while_a_run_begins(*arguments: Any) -> dict[str, Any]:
+    def write_while_a_run_begins(*arguments: object) -> Manifest:
         began.enter_context(in_use(corpus))
         return write_corpus(*arguments)
 

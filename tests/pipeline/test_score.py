@@ -5,7 +5,6 @@ import random
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -212,7 +211,7 @@ def test_a_list_is_sorted_again(trained_run: Path, reverse: Path, tmp_path: Path
     assert [float(row[1]) for row in both] == pytest.approx(sums, abs=3e-4)
 
 
-def test_alignments_follow_the_attention(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alignments_follow_the_attention(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of the upper layers, summed over the pieces of words; the end symbol aligns with nothing."""
     sources, targets = (encode_sources(tokenizer, [text], None)[0] for text in ("abc cab f", "f abc g"))
     pieces = tokenizer.pieces()
@@ -236,7 +235,7 @@ def test_alignments_follow_the_attention(tokenizer: Any, monkeypatch: pytest.Mon
     assert align_words(None, tokenizer, sources, targets, texts) == [[(2, 0), (0, 1)]]  # type: ignore[arg-type]
 
 
-def test_only_spaces_end_the_words_of_an_alignment(tokenizer: Any) -> None:
+def test_only_spaces_end_the_words_of_an_alignment(tokenizer: Tokenizer) -> None:
     """Also where the tokenizer reads other characters as spaces, or a character between spaces as nothing."""
     network, plain = make_network(3).double(), ("abc cab ab", "ab abc cab")
     for form, number in (
@@ -259,7 +258,7 @@ def test_only_spaces_end_the_words_of_an_alignment(tokenizer: Any) -> None:
     assert max(scoring._words([tokenizer.pieces()[token] for token in spaced], "abc\xa0cab ab", tokenizer)) == 1
 
 
-def test_alignments_do_not_depend_on_padding(tokenizer: Any) -> None:
+def test_alignments_do_not_depend_on_padding(tokenizer: Tokenizer) -> None:
     network = make_network(3).double()
     lines = [["abc cab", "a", "", "gfedcba ab", "ab"], ["f", "abc ab cab", "a", "", "cab"]]
     ids = [encode_sources(tokenizer, side, None)[0] for side in lines]
@@ -311,14 +310,14 @@ def test_alignments_do_not_count_the_prefix(monkeypatch: pytest.MonkeyPatch) -> 
     class Fake:
         warnings = SentenceWarnings(Prefixes(), None)
 
-        def __init__(self, translator: Any) -> None: ...
+        def __init__(self, translator: object) -> None: ...
 
-        def score(self, numbers: list[int], sources: list[str], targets: list[str], aligned: bool) -> Any:
+        def score(self, numbers: list[int], sources: list[str], targets: list[str], aligned: bool) -> object:
             read.extend(sources)
             return [EMPTY], [[(0, 0), (2, 1)]], [[]]
 
     monkeypatch.setattr(text_scoring, "Scorer", Fake)
-    models: Any = [None]
+    models = [None]
     [found] = text_scoring.score_windows(iter([Pair(1, "a b", "c d")]), models, "<x>", True, 1)
     assert (read, found.alignment) == (["<x> a b"], [(1, 1)])
 
@@ -387,7 +386,7 @@ def test_a_symbol_that_training_never_had_spoils_a_pair() -> None:
     """On the side where neither model could learn it: a source of the one is a target of the other."""
     learned = train_tokenizer(["ab ba"], 12, user_symbols=["<x>", "<y>"])
 
-    def model(source_lacks: str, target_lacks: str) -> Any:
+    def model(source_lacks: str, target_lacks: str) -> SimpleNamespace:
         seen = [(piece != source_lacks) + 2 * (piece != target_lacks) for piece in learned.pieces()]
         return SimpleNamespace(tokenizer=Tokenizer(learned.model, seen=bytes(seen)))
 
@@ -401,12 +400,12 @@ def test_a_symbol_that_training_never_had_spoils_a_pair() -> None:
     assert text_scoring.unknown_symbols([unknown, unknown]) == [set(), set()]  # type: ignore[list-item]
 
 
-def test_another_vocabulary_matters_only_where_tokens_are_compared(trained: TrainedModel, tokenizer: Any) -> None:
+def test_another_vocabulary_matters_only_where_tokens_are_compared(trained: TrainedModel, tokenizer: Tokenizer) -> None:
     class Model:
         name = "model"
         recipe = trained.recipe
 
-        def __init__(self, used: Any) -> None:
+        def __init__(self, used: Tokenizer) -> None:
             self.tokenizer = used
 
     one, other = Model(trained.tokenizer), Model(tokenizer)

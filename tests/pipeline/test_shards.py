@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,7 +31,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Shar
     (tmp_path / "model").write_text("weights")
     (tmp_path / "text").write_text("".join(f"line {number}\n" for number in range(1, NUM_LINES + 1)))
 
-    def start(number: int = 0, num_processes: int = 1, **options: Any) -> Shards:
+    def start(number: int = 0, num_processes: int = 1, **options: object) -> Shards:
         compared = {"n_best": None, **options}
         task = Task(tmp_path / "text", tmp_path / "output", SIZE, compared, num_processes)
         return Shards(task, tmp_path / "model", number)
@@ -152,8 +151,8 @@ def test_killed_while_it_joins(start: Callable[..., Shards], tmp_path: Path, mon
     check(tmp_path)
 
 
-def failing_for(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def fail(path: Path, *arguments: Any) -> Any:
+def failing_for(name: str, function: Callable[..., object]) -> Callable[..., object]:
+    def fail(path: Path, *arguments: object) -> object:
         if path.name == name:
             raise KeyboardInterrupt
         return function(path, *arguments)
@@ -245,7 +244,7 @@ def test_a_sample_is_drawn_by_the_line_of_the_whole_text() -> None:
 
         def __init__(self) -> None: ...
 
-        def translate(self, sentences: list[str], options: Any, first: int = 1, **_: Any) -> list[Translation]:
+        def translate(self, sentences: list[str], options: object, first: int = 1, **_: object) -> list[Translation]:
             firsts.append(first)
             return [Translation([EMPTY], Defects()) for _ in sentences]
 

@@ -7,15 +7,16 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
 
 from data_module.errors import InputError
+from data_module.files import PlainValues
 from pipeline.__main__ import main
 from pipeline.commands import stages, synthesis
 from pipeline.commands.stages import Stage, run_stages
@@ -39,7 +40,7 @@ def place(tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return tmp_path
 
 
-def write(path: Path, recipe: dict[str, Any]) -> None:
+def write(path: Path, recipe: PlainValues) -> None:
     path.write_text(yaml.safe_dump(recipe))
 
 
@@ -261,7 +262,7 @@ time.sleep(60)
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Any:
+def runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Lets stages run a program in place of this one."""
 
     def use(program: str) -> None:
@@ -270,7 +271,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Any:
     return use
 
 
-def test_a_stage_runs_once(tmp_path: Path, runs: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stage_runs_once(tmp_path: Path, runs: Callable[[str], None], capfd: pytest.CaptureFixture[str]) -> None:
     runs(COPY)
     files = [tmp_path / name for name in "abc"]
     files[0].write_bytes(b"x")
@@ -293,7 +294,7 @@ def test_a_stage_runs_once(tmp_path: Path, runs: Any, capfd: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("code", [2, 75])
-def test_a_stage_that_fails_leaves_no_half_file(tmp_path: Path, runs: Any, code: int) -> None:
+def test_a_stage_that_fails_leaves_no_half_file(tmp_path: Path, runs: Callable[[str], None], code: int) -> None:
     runs(PRINT)
     printed = tmp_path / "printed"
     assert run_stages(tmp_path, [Stage("one", (str(code),), (), (printed,), printed)], None) == code
@@ -303,7 +304,7 @@ def test_a_stage_that_fails_leaves_no_half_file(tmp_path: Path, runs: Any, code:
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_signals_reach_the_stage(tmp_path: Path, runs: Any, killed: bool) -> None:
+def test_signals_reach_the_stage(tmp_path: Path, runs: Callable[[str], None], killed: bool) -> None:
     runs(WAIT)
     ready = tmp_path / "ready"
 

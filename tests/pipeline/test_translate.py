@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from subprocess import CompletedProcess
 
 import pytest
 from tqdm import tqdm
@@ -42,12 +42,12 @@ BAD_LINES = {
 
 
 @pytest.fixture(scope="module")
-def answer(trained_run: Path) -> Any:
+def answer(trained_run: Path) -> CompletedProcess:
     text = b"\n".join([PLAIN, *BAD_LINES.values(), PLAIN])  # without a last line feed
     return pipeline("translate", trained_run, "--beam", 1, text=text)
 
 
-def test_a_line_for_every_line(answer: Any) -> None:
+def test_a_line_for_every_line(answer: CompletedProcess) -> None:
     assert answer.returncode == 0, answer.stderr
     lines = answer.stdout.decode().split("\n")
     assert len(lines) == len(BAD_LINES) + 2 + 1
@@ -57,7 +57,7 @@ def test_a_line_for_every_line(answer: Any) -> None:
     assert len(answer.stdout.decode().splitlines()) == len(lines) - 1
 
 
-def test_warnings_have_line_numbers(answer: Any) -> None:
+def test_warnings_have_line_numbers(answer: CompletedProcess) -> None:
     """One line for each kind of defect, however many lines have it."""
     numbers = {name: 2 + place for place, name in enumerate(BAD_LINES)}
     invalid, longer, unknown = ([numbers[name] for name in names] for names in (
@@ -175,14 +175,14 @@ class Echo(Translator):
 
     def __init__(self) -> None: ...
 
-    def translate(self, lines: list[str], *options: Any, **others: Any) -> list[Translation]:
+    def translate(self, lines: list[str], *options: object, **others: object) -> list[Translation]:
         return [Translation([Hypothesis(line, 0.0, 0.0, 1)]) for line in lines]
 
 
 def test_memory_that_runs_out_is_said_in_one_line(
     trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def translate(*_: Any) -> None:
+    def translate(*_: object) -> None:
         raise RuntimeError("DefaultCPUAllocator:\n can't allocate memory: you tried 9 bytes")
 
     monkeypatch.setattr(Translator, "_search", translate)

@@ -7,7 +7,6 @@ from collections import defaultdict
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -140,8 +139,8 @@ def test_goodput_while_the_clock_is_behind_and_after(monkeypatch: pytest.MonkeyP
 def test_the_end_says_that_the_last_step_was_not_validated(
     every: int, validated: int | str | None, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monitor: Any = TrainingMonitor(10)
-    trainer: Any = SimpleNamespace(
+    monitor = TrainingMonitor(10)
+    trainer = SimpleNamespace(
         val_check_interval=every,
         enable_validation=validated != "not wanted",
         callback_metrics={},

@@ -3,12 +3,12 @@
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from data_module.batching.batch import PaddedBatch, SpecialIds
+from data_module.files import PlainValues
 from data_module.settings import BatchSettings
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
@@ -17,22 +17,22 @@ from model.training_module import TranslationModule
 from pipeline.inference.metrics import METRICS, ExactMatch
 from pipeline.monitoring.run_log import RunLog
 from pipeline.monitoring.validation_metrics import quality
-from pipeline.monitoring.validation_samples import NUM_WORST, ValidationSamples
+from pipeline.monitoring.validation_samples import NUM_WORST, Translation, ValidationSamples
 
 NETWORK = NetworkSettings(num_layers=1, d_model=8, d_ff=8, num_heads=1)
 
 
-def validate(corpus: Path, num_ranks: int) -> tuple[dict[str, float], list[Any], int]:
+def validate(corpus: Path, num_ranks: int) -> tuple[dict[str, float], list[Translation], int]:
     """Return scores and worst translations of all ranks, and the number of fillers. Each source is its translation."""
     tokenizer = Tokenizer.load(corpus / "tokenizer.model")
     special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
     data = TranslationDataModule(corpus, BatchSettings(batch_tokens=400), special, seed=1)
     ranks, num_fillers = [], 0
     for rank in range(num_ranks):
-        trainer: Any = SimpleNamespace(global_rank=rank, world_size=num_ranks)
+        trainer = SimpleNamespace(global_rank=rank, world_size=num_ranks)
         data.trainer = trainer
         samples = ValidationSamples(*data.validation_text(), tokenizer)
-        module: Any = SimpleNamespace(device="cpu")
+        module = SimpleNamespace(device="cpu")
         samples.on_validation_epoch_start(trainer, module)
         for index, batch in enumerate(data.val_dataloader()):
             answers = batch.pairs, batch.source, (batch.source != tokenizer.pad_id).sum(1)
@@ -77,10 +77,10 @@ def test_the_best_score_so_far(
     """Of a metric of which large or small values are good; the run is resumed before each validation."""
     monkeypatch.setitem(METRICS, "errors", metric)
     tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
-    trainer: Any = SimpleNamespace(logger=None)
+    trainer = SimpleNamespace(logger=None)
     logged: list[dict[str, float]] = []
-    module: Any = SimpleNamespace(log_dict=logged.append)
-    state: dict[str, Any] = {"best_score": None}
+    module = SimpleNamespace(log_dict=logged.append)
+    state: PlainValues = {"best_score": None}
     for score in scores:
         samples = ValidationSamples(["a"], ["b"], tokenizer, best_by="errors")
         samples.load_state_dict(state)
@@ -98,7 +98,7 @@ def test_the_likelihood_is_best_where_it_is_lowest(
 ) -> None:
     """Whether none or one of two sentences is translated; scores and pages are of these."""
     tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
-    trainer: Any = SimpleNamespace(logger=RunLog(tmp_path, 0, writes=True), global_step=1)
+    trainer = SimpleNamespace(logger=RunLog(tmp_path, 0, writes=True), global_step=1)
     samples = ValidationSamples(["a", "b"], ["a", "b"], tokenizer, best_by="likelihood", translated=translated)
     module = TranslationModule(8, SpecialIds(0, 2, 3), NETWORK, TrainingSettings(), DecodingSettings(), 1)
     logged: list[dict[str, float]] = []
