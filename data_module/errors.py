@@ -37,8 +37,9 @@ class InputError(Exception):
 
 def first_of(parts: Sequence[object], most: int = 3, separator: str = "; ", total: int = 0) -> str:
     """Return the first parts of a message, and the number of the others; `total` is the number of parts if higher."""
-    more = max(total, len(parts)) - most
-    return separator.join([*map(str, parts[:most]), *([f"and {more:,} more"] if more > 0 else [])])
+    shown = [*map(str, parts[:most])]
+    more = max(total, len(parts)) - len(shown)
+    return separator.join([*shown, *([f"and {more:,} more"] if more > 0 else [])])
 
 
 def install(extra: str) -> str:

@@ -87,6 +87,9 @@ def test_the_summary_adds_up(settings: CorpusSettings, tmp_path: Path) -> None:
         f"and 1,497 more); 2 too long ({name}:1501, {name}:1502)"
     )
     assert validation == "validation: 20 pairs read, 20 kept, 0 dropped"
+    repeated = replace(write_pairs(tmp_path, "one", [("", "the"), *pairs_of_text(5, 9)]), repeat=5)
+    again = summary(made(replace(settings, train=[repeated]), force=True))
+    assert f"5 empty side ({tmp_path}/one.en:1, and 4 more)" in again
     read, kept, *parts = (int(number.replace(",", "")) for number in re.findall(r"(?<= )[\d,]+(?= (?!more))", train))
     assert parts[0] == sum(parts[1:]) == read - kept
 
