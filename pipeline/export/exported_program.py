@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from data_module.errors import InputError
 from model.attention_maps import sharing_copy
@@ -234,7 +235,7 @@ class SearchProgram(nn.Module):
 
 
 class _State(NamedTuple):
-    """The state of the search, which a step takes and returns."""
+    """The state of the search, which a step takes and returns: B sentences of a stage, and room for L positions."""
 
     place: Tensor
     """int64 [], the position of the tokens that the step reads."""
@@ -341,11 +342,14 @@ def exported_search(search: SearchProgram) -> torch.export.ExportedProgram:
     source = torch.full([3, 5], search.eos_id)
     with torch.no_grad():
         program = torch.export.export(search, (source, source >= 0), dynamic_shapes=({0: dynamic, 1: dynamic},) * 2)
-    for graph in (
-        module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)
-    ):
+    graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
+    for graph in graphs:
         for node in graph.find_nodes(op="call_function", target=torch.sym_sum):
             _replace_by_additions(graph, node)
+    # Bounds of sizes that no graph has, about each of which `torch.export.load` would print a warning.
+    used = {symbol for graph in graphs for node in graph.nodes for symbol in free_symbols(node.meta.get("val"))}
+    for symbol in program.range_constraints.keys() - used:
+        del program.range_constraints[symbol]
     return program
 
 

@@ -1,6 +1,7 @@
 """The search of `model.pt2` beside `BeamSearch`, and what it refuses."""
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,10 +38,16 @@ def assert_equal(found: BeamResult, expected: BeamResult) -> None:
         assert torch.allclose(ours, theirs, atol=1e-4)
 
 
-def test_the_search_with_the_first_stop_rule_and_what_it_refuses(tokenizer: Tokenizer, exported_search: Path) -> None:
+def test_the_search_with_the_first_stop_rule_and_what_it_refuses(
+    tokenizer: Tokenizer, exported_search: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model, search = stops_at_first(tokenizer), ExportedSearch(exported_search)
     extra = {"card.json": ""}
+    logger = logging.getLogger("torch._export.serde.serialize")
+    logger.addHandler(caplog.handler)
     torch.export.load(exported_search, extra_files=extra)
+    logger.removeHandler(caplog.handler)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert json.loads(extra["card.json"]) == {"name": "letters"}
     expected = answers(model, SOURCE, 2)
     assert_equal(search.beam(SOURCE, SOURCE > 0), expected)
