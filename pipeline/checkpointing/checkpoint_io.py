@@ -98,13 +98,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Return a copy of a checkpoint's contents; None if there is no room."""
         if not self.copy_bytes:
             return None
+        # Memory that `keep_freed_memory` keeps may have no gap for the copy, which would then come on top of it.
+        release_freed_memory()
         storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in _tensors(contents)}
-        needed = sum(storages.values())
-        if private_memory() + needed > host_memory_limit(self._processes).size:
-            # Memory that `keep_freed_memory` keeps may have no gap for the copy, which would then come on top of it.
-            # Otherwise it stays: each page that is returned is zeroed when it is used again.
-            release_freed_memory()
-        if needed > self.copy_bytes:  # An optimizer has more state than Adam.
+        if (needed := sum(storages.values())) > self.copy_bytes:  # An optimizer has more state than Adam.
             self.reserve(needed, self._processes)
             say(f"checkpoints: {self.describe()}")
         return host_copy(contents) if self.copy_bytes else None
@@ -132,9 +129,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             # `afterwards` removes old checkpoints. It comes last, so that a process killed at any moment leaves them or
             # the ones that replace them.
             options.afterwards()
-            if copied is not None:
-                # The next copy may be made as soon as `wait` ends, which is before this thread drops the function.
-                copied.clear()
 
         if copied is None:
             write()

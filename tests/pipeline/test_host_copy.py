@@ -1,7 +1,6 @@
 """Copies of a checkpoint in host memory: files written from them are those of the contents themselves."""
 
 import io
-import weakref
 from collections import OrderedDict
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 
 from data_module.files import PlainValues
-from pipeline.checkpointing import checkpoint_io
 from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO, host_copy
 from pipeline.runtime.memory import private_memory, release_freed_memory
 
@@ -87,27 +85,3 @@ def test_no_copy_where_the_host_has_no_room(
         " written in the background from a copy in memory of 0 MB",
         " training waits while they are written",
     ]
-
-
-def test_a_copy_is_freed_before_the_next_one_is_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """And memory that was freed is kept, unless the copy needs it: to take it again would double the wait."""
-    copies: list[weakref.ref[torch.Tensor]] = []
-    released: list[int] = []
-
-    def copy(given: PlainValues) -> PlainValues:
-        copied = host_copy(given)
-        copies.append(weakref.ref(copied["weight"]))
-        return copied
-
-    monkeypatch.setattr(checkpoint_io, "host_copy", copy)
-    monkeypatch.setattr(checkpoint_io, "release_freed_memory", lambda: released.append(len(copies)))
-    original = {"weight": torch.ones(4 * MEGABYTE)}
-    writer = AtomicCheckpointIO()
-    writer.reserve(20 * MEGABYTE, processes=1)
-    for is_tight in (False, False, True):
-        if is_tight:
-            monkeypatch.setenv("SLURM_MEM_PER_NODE", str((private_memory() >> 20) + 10))
-        writer.save_checkpoint(original, tmp_path / "file")
-        writer.wait()
-        assert copies[-1]() is None
-    assert released == [2]
