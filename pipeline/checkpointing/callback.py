@@ -35,7 +35,7 @@ from pipeline.runtime.console import say
 from pipeline.runtime.step_clock import StepClock
 
 _COPY_SLACK = 1 << 20
-"""Bytes of a checkpoint's tensors beside weights, moments and tokenizer, such as step counts."""
+"""Bytes of a checkpoint's tensors beside weights, moments and tokenizer: step counts, and alignment to 64 bytes."""
 
 
 class CheckpointCallback(Callback):
@@ -177,7 +177,7 @@ class CheckpointCallback(Callback):
         return {"best_score": self.best_score, "best_step": self._best_step, "temporary_step": self._temporary_step}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find out whether there is room for a copy of a checkpoint, which the memory probe counts."""
+        """Reserve the memory that checkpoints are copied to, before the memory of training is measured."""
         self._bytes = checkpoint_bytes(sum(one.nbytes for one in pl_module.parameters()), self._with_average)
         if trainer.is_global_zero:
             size = self._bytes + self._metadata["tokenizer"].nbytes + _COPY_SLACK

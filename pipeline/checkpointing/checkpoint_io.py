@@ -1,11 +1,14 @@
 """Writes checkpoints in the background, from a copy in host memory."""
 
+import mmap
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import TorchCheckpointIO
@@ -17,20 +20,73 @@ from pipeline.runtime.console import say, user_message
 from pipeline.runtime.memory import can_measure_peak, host_memory_limit, private_memory, release_freed_memory
 
 
-def host_copy(contents: PlainValues) -> PlainValues:
-    """Return a copy of a checkpoint's contents in host memory.
+class HostCopy:
+    """Host memory, reserved once, to which a checkpoint's tensors are copied until they are written."""
 
-    Tensors that share memory, such as tied weights, share it in the copy and in the file.
-    """
-    copies: dict[int, torch.UntypedStorage] = {}
-    copied: dict[int, object] = {}
-    for one in _tensors(contents):
-        storage = one.untyped_storage()
-        if (key := storage.data_ptr()) not in copies:
-            copies[key] = torch.UntypedStorage(storage.nbytes()).copy_(storage)
-        place = copies[key], one.storage_offset(), one.shape, one.stride()
-        copied[id(one)] = torch.empty(0, dtype=one.dtype).set_(*place)
-    return deepcopy(contents, copied)
+    def __init__(self) -> None:
+        self._memory = np.empty(0, dtype=np.uint8)
+        self._processes = 1
+        self.refusal = "no memory was reserved"
+        """Why there is no room for a copy."""
+
+    @property
+    def size(self) -> int:
+        """Bytes reserved; 0 if there was no room."""
+        return self._memory.nbytes
+
+    def reserve(self, size: int, processes: int) -> None:
+        """Release the reserved memory, and reserve `size` bytes if there is room.
+
+        Args:
+            size: bytes.
+            processes: how many processes share the node's memory; see `host_memory_limit`.
+        """
+        self.release()
+        self._processes = processes
+        if not can_measure_peak():
+            self.refusal = "this system does not report how much memory a process uses"
+            return
+        limit = host_memory_limit(processes)
+        self.refusal = f"a copy of {size / 1e6:,.0f} MB does not fit, {limit.owner} has {limit.size / 1e6:,.0f} MB"
+        if private_memory() + size <= limit.size:
+            memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            # Forked loader processes would otherwise keep the pages of earlier copies.
+            memory.madvise(mmap.MADV_DONTFORK)
+            self._memory = np.frombuffer(memory, dtype=np.uint8)
+            # Touch all pages now: what is measured to fit beside them still fits when they are used.
+            self._memory.fill(0)
+
+    def release(self) -> None:
+        """Give the memory back. No copy may be in use."""
+        self._memory = np.empty(0, dtype=np.uint8)
+        release_freed_memory()
+
+    def take(self, contents: PlainValues) -> PlainValues | None:
+        """Return a copy of a checkpoint's contents, which is valid until the next call; None if there is no room.
+
+        An optimizer with more state than Adam needs more memory than was reserved; it is reserved here.
+        """
+        if not self.size:
+            return None
+        tensors = list(_tensors(contents))
+        # Tensors that share memory, such as tied weights, share it in the copy and in the file.
+        storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
+        ends = dict(zip(storages, accumulate(_aligned(one.nbytes()) for one in storages.values()), strict=True))
+        needed = max(ends.values(), default=0)
+        if needed > self.size:
+            self.reserve(needed, self._processes)
+            if not self.size:
+                return None
+        copies = {}
+        for key, storage in storages.items():
+            start = ends[key] - _aligned(storage.nbytes())
+            copies[key] = torch.from_numpy(self._memory[start : start + storage.nbytes()]).untyped_storage()
+            copies[key].copy_(storage)
+        placed: dict[int, object] = {}
+        for one in tensors:
+            copy = copies[one.untyped_storage().data_ptr()]
+            placed[id(one)] = torch.empty(0, dtype=one.dtype).set_(copy, one.storage_offset(), one.shape, one.stride())
+        return deepcopy(contents, placed)
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
@@ -40,6 +96,11 @@ def _tensors(value: object) -> Iterator[Tensor]:
     elif isinstance(value, (dict, list, tuple)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _tensors(item)
+
+
+def _aligned(size: int) -> int:
+    """Return the bytes to reserve for a tensor of this size, so that each tensor begins at a multiple of 64."""
+    return -(-size // 64) * 64
 
 
 @dataclass(frozen=True)
@@ -61,50 +122,31 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def __init__(self) -> None:
         super().__init__()
-        self.copy_bytes = 0
-        """Host memory that a copy may take; 0 if checkpoints are written in the foreground."""
-        self._processes = 1
-        self._refusal = "no memory was reserved"
+        self._copy = HostCopy()
         self._write: Future[None] | None = None
         """The write in flight, or a failed one whose error has not been raised yet."""
 
     def reserve(self, size: int, processes: int) -> None:
-        """Write in the background from now on if the host has room for a copy of `size` bytes.
-
-        The memory is taken when a checkpoint is copied; `MemoryProbe` counts it. `processes` share the node's memory.
-        """
-        self.copy_bytes, self._processes = 0, processes
-        if not can_measure_peak():
-            self._refusal = "this system does not report how much memory a process uses"
-            return
-        limit = host_memory_limit(processes)
-        self._refusal = f"a copy of {size / 1e6:,.0f} MB does not fit, {limit.owner} has {limit.size / 1e6:,.0f} MB"
-        if private_memory() + size <= limit.size:
-            self.copy_bytes = size
+        """Write in the background from now on if the host has room for a copy of `size` bytes; see `HostCopy`."""
+        self._copy.reserve(size, processes)
 
     def release(self) -> None:
-        """Write in the foreground from now on: a copy does not fit beside the micro-batches."""
+        """Give the copy's memory back, if there is one, and write in the foreground from now on."""
+        self.wait()
         if self.copy_bytes:
-            self._refusal = f"the micro-batches and a copy of {self.copy_bytes / 1e6:,.0f} MB do not fit together"
-        self.copy_bytes = 0
+            self._copy.refusal = f"the micro-batches and a copy of {self.copy_bytes / 1e6:,.0f} MB do not fit together"
+        self._copy.release()
+
+    @property
+    def copy_bytes(self) -> int:
+        """Host memory that is reserved for the copy; 0 if checkpoints are written in the foreground."""
+        return self._copy.size
 
     def describe(self) -> str:
         """Say how checkpoints are written, for the line that `fit` prints at its start."""
         if self.copy_bytes:
             return f"written in the background from a copy in memory of {self.copy_bytes / 1e6:,.0f} MB"
-        return f"training waits while they are written: {self._refusal}"
-
-    def _copied(self, contents: PlainValues) -> PlainValues | None:
-        """Return a copy of a checkpoint's contents; None if there is no room."""
-        if not self.copy_bytes:
-            return None
-        # Memory that `keep_freed_memory` keeps may have no gap for the copy, which would then come on top of it.
-        release_freed_memory()
-        storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in _tensors(contents)}
-        if (needed := sum(storages.values())) > self.copy_bytes:  # An optimizer has more state than Adam.
-            self.reserve(needed, self._processes)
-            say(f"checkpoints: {self.describe()}")
-        return host_copy(contents) if self.copy_bytes else None
+        return f"training waits while they are written: {self._copy.refusal}"
 
     def save_checkpoint(
         self, checkpoint: PlainValues, path: str | Path, storage_options: WriteOptions | None = None
@@ -118,10 +160,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         # The checkpoint comes last, because it records that this step is the best one: if it came first, a run that is
         # killed between the two writes would resume from it and never write the best one.
         files = [*options.copies, Path(path)]
-        # There is room for one copy, so the previous one must be on disk. Its error ends the run here: a run that went
-        # on with a full disk would have ever older checkpoints.
+        # All copies use the same memory, so the previous one must be on disk. Its error ends the run here: a run that
+        # went on with a full disk would have ever older checkpoints.
         self.wait()
-        copied = self._copied(checkpoint)
+        had_copy = bool(self.copy_bytes)
+        copied = self._copy.take(checkpoint)
 
         def write() -> None:
             for file in files:
@@ -131,6 +174,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             options.afterwards()
 
         if copied is None:
+            if had_copy:
+                say(f"checkpoints: {self.describe()}")
             write()
             return
         # The interpreter waits for an executor's thread before it exits, even after an error, so that the file is
@@ -165,6 +210,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         except Exception as error:
             message = user_message(error) or f"{type(error).__name__}: {error}"
             say(f"warning: the last checkpoint was not written: {message}")
+        self._copy.release()
         super().teardown()
 
 

@@ -424,13 +424,13 @@ def test_the_best_and_the_step_are_written_from_one_copy(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = []
-    copy = io_module.host_copy
+    take = io_module.HostCopy.take
 
-    def count(contents: PlainValues) -> PlainValues:
+    def count(self: io_module.HostCopy, contents: PlainValues) -> PlainValues | None:
         taken.append(contents["global_step"])
-        return copy(contents)
+        return take(self, contents)
 
-    monkeypatch.setattr(io_module, "host_copy", count)
+    monkeypatch.setattr(io_module.HostCopy, "take", count)
     train(3, bleu={2: 10.0}, checkpoint_every_steps=2, validate_every=2)
     assert taken == [2, 3]
     assert (tmp_path / "checkpoints" / "best.ckpt").read_bytes() == step_path(tmp_path, 2).read_bytes()

@@ -1,15 +1,15 @@
 """Copies of a checkpoint in host memory: files written from them are those of the contents themselves."""
 
 import io
+import os
 from collections import OrderedDict
-from pathlib import Path
 
 import pytest
 import torch
 
 from data_module.files import PlainValues
-from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO, host_copy
-from pipeline.runtime.memory import private_memory, release_freed_memory
+from pipeline.checkpointing.checkpoint_io import HostCopy
+from pipeline.runtime.memory import private_memory
 
 MEGABYTE = 1 << 20
 
@@ -38,50 +38,63 @@ def saved(value: object) -> bytes:
     return file.getvalue()
 
 
+def reserved(size: int = MEGABYTE) -> HostCopy:
+    copy = HostCopy()
+    copy.reserve(size, processes=1)
+    assert copy.size == size
+    return copy
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_copy_stays_as_it_is_whatever_changes_later(device: str) -> None:
-    original = contents(device)
+    original, copy = contents(device), reserved()
     expected = saved(torch.load(io.BytesIO(saved(original)), map_location="cpu"))
-    copied = host_copy(original)
+    copied = copy.take(original)
     for tensor in (*original["state_dict"].values(), *original["views"]):
         tensor.zero_()
     original["loops"]["position"].append(3)
     assert saved(copied) == expected
+    assert saved(copy.take(original)) != expected  # in the same memory
 
 
-def test_the_memory_of_a_copy_is_given_back() -> None:
-    original = {"weight": torch.ones(50 * MEGABYTE)}
+def test_contents_that_are_larger_get_more_memory() -> None:
+    copy, original = reserved(1000), {"a": torch.ones(500), "b": torch.zeros(500)}
+    assert saved(copy.take(original)) == saved(original)
+    assert copy.size == 4096
+
+
+def test_the_memory_is_taken_at_the_start_and_given_back() -> None:
     before = private_memory()
-    copied = host_copy(original)
+    copy = reserved(200 * MEGABYTE)
     assert private_memory() - before == pytest.approx(200 * MEGABYTE, rel=0.05)
-    del copied
-    release_freed_memory()
+    copy.release()
     assert private_memory() - before < 10 * MEGABYTE
+    assert copy.take({"a": torch.ones(1)}) is None
 
 
-def test_no_copy_where_the_host_has_no_room(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_processes_that_are_forked_do_not_keep_its_pages() -> None:
+    copy = reserved(64 * MEGABYTE)
+    with_it = private_memory()
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(writing, str(private_memory()).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    in_child = int(os.read(reading, 100))
+    os.close(reading), os.close(writing)
+    assert in_child < with_it - copy.size // 2
+
+
+def test_no_copy_where_the_host_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit holds for what the process has and the copy together, and for each process of the node."""
     limit = (private_memory() >> 20) + 100
     monkeypatch.setenv("SLURM_MEM_PER_NODE", str(limit))
-    writer = AtomicCheckpointIO()
-    writer.reserve(150 * MEGABYTE, processes=1)
-    refusal = f"a copy of 157 MB does not fit, this job has {limit * MEGABYTE / 1e6:,.0f} MB"
-    assert writer.describe() == f"training waits while they are written: {refusal}"
-    writer.reserve(20 * MEGABYTE, processes=2)
-    assert writer.copy_bytes == 0
-    writer.reserve(1000, processes=1)
-    small = {"a": torch.zeros(500), "b": torch.ones(500)}
-    writer.save_checkpoint(small, tmp_path / "small")  # more than was announced, and there is room
-    assert writer.copy_bytes == 4000
-    large = {"a": torch.zeros(20 * MEGABYTE)}
-    writer.save_checkpoint(large, tmp_path / "large")
-    assert (tmp_path / "large").exists()  # at once
-    assert writer.copy_bytes == 0
-    writer.wait()
-    assert [(tmp_path / name).read_bytes() for name in ("small", "large")] == [saved(small), saved(large)]
-    assert [line.split(":")[1] for line in capsys.readouterr().err.splitlines()] == [
-        " written in the background from a copy in memory of 0 MB",
-        " training waits while they are written",
-    ]
+    copy = HostCopy()
+    copy.reserve(150 * MEGABYTE, processes=1)
+    assert copy.refusal == f"a copy of 157 MB does not fit, this job has {limit * MEGABYTE / 1e6:,.0f} MB"
+    copy.reserve(20 * MEGABYTE, processes=2)
+    assert copy.size == 0
+    copy.reserve(20 * MEGABYTE, processes=1)
+    assert copy.size
+    assert copy.take({"a": torch.zeros(40 * MEGABYTE)}) is None
+    assert copy.size == 0
