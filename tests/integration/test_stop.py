@@ -1,9 +1,11 @@
 """Ctrl-C, SIGTERM and trainer.max_time outside SLURM: the run saves after the step, ends, and resumes from there."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -57,13 +59,15 @@ def test_stopped_and_resumed(recipe_file: Path, tmp_path: Path, devices: int, si
 def test_a_closed_terminal(recipe_file: Path, tmp_path: Path) -> None:
     """Every write to it fails from then on; the run saves and stops as by SIGTERM."""
     terminal, stderr = os.openpty()
+    termios.tcsetwinsize(stderr, (24, 80))
     run, options = tmp_path / "run", ["--run.checkpoint_every_steps", 1000, "--trainer.val_check_interval", 1000]
     command = ["fit", "--config", recipe_file, "--run.folder", run, "--trainer.max_steps", 100_000, *options]
     process = start(*command, stderr=stderr)
     os.close(stderr)
+    shown = b""
     with suppress(OSError), os.fdopen(terminal, "rb", buffering=0) as screen:
-        while b"training: " not in screen.readline():
-            pass
+        while not re.search(rb" [1-9]\d*/100000 \[", shown):  # The bar ends no line.
+            shown += screen.read(1000)
     process.send_signal(signal.SIGHUP)
     assert process.wait(120) == 75
     assert len(checkpoints(run)) == 1
