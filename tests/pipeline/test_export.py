@@ -33,21 +33,13 @@ from tests.model.search_truth import VOCABULARY_SIZE, random_network
 
 LETTERS = "abcdefg"
 SHAPES: dict[str, dict[str, object]] = {
-    "base": {"num_heads": 4},
-    "big": {"d_model": 48, "d_ff": 96, "num_heads": 8, "dropout": 0.3},
-    "pre-norm": {"pre_norm": True},
+    "deep encoder": {"d_model": 48, "d_ff": 96, "num_heads": 8, "num_encoder_layers": 3, "num_decoder_layers": 1},
+    "deep decoder": {"num_heads": 4, "num_encoder_layers": 1, "num_decoder_layers": 3, "pre_norm": True},
     "learned": {"learned_positions": True, "max_positions": 24},
-    "d_k": {"d_k": 6, "d_v": 10},
-    "deep encoder": {"num_encoder_layers": 3, "num_decoder_layers": 1},
-    "deep decoder": {"num_encoder_layers": 1, "num_decoder_layers": 3, "pre_norm": True},
+    "d_k": {"d_k": 6, "d_v": 10, "dropout": 0.3},
     "as Marian": {"activation": "swish", "output_bias": True},
 }
-LEFT_OUT = {
-    "pre-norm": ["huggingface"],
-    "learned": ["huggingface"],
-    "d_k": ["ctranslate2", "huggingface"],
-    "deep decoder": ["huggingface"],
-}
+LEFT_OUT = {"deep decoder": ["huggingface"], "learned": ["huggingface"], "d_k": ["ctranslate2", "huggingface"]}
 """The formats that do not support a shape."""
 TEXT = Text("letters", [" ".join(LETTERS[: 2 + i % 6][i % 2 :]) for i in range(12)], None)
 
