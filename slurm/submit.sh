@@ -17,7 +17,7 @@ fi
 read -r -a more <<<"${TRAIN_OPTIONS:-}"
 
 # One per line: run folder, and without corpus.test the texts of the evaluation.
-paths=$("${python[@]}" -m pipeline recipe paths --config "$@") || exit 2
+paths=$("${python[@]}" "${program[@]}" recipe paths --config "$@") || exit 2
 mapfile -t paths <<<"$paths"
 paths=("${paths[@]/#-/./-}") # no options
 run=${paths[0]}

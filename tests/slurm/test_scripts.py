@@ -20,6 +20,7 @@ from tests.integration.runs import checkpoints, step_of
 from tests.integration.test_synthesize_kills import results
 from tests.slurm.cluster import Cluster, Job
 from tests.slurm.jobs import NO_GPUS, SLOWLY, saved_after
+from tests.slurm.test_training import EXTENDED
 
 SCRIPTS = sorted((ROOT / "slurm").glob("*.s[hb]*"))
 ANY_NODE = "--cpus-per-task=1 --mem=0 --oversubscribe"
@@ -35,12 +36,16 @@ def test_scripts_are_clean() -> None:
 
 
 def chain(cluster: Cluster, recipe: Path, *options: object) -> dict[str, Job]:
+    program = cluster.folder / "my_pipeline.py"
+    program.write_text(EXTENDED)
     asked = {
+        "PROGRAM": str(program),
         "JOB_OPTIONS": f"--output={cluster.folder}/logs/job-%j.log {ANY_NODE}",
         "TRAIN_OPTIONS": f"--nodes=2 {' '.join(NO_GPUS)}",
     }
     done = cluster.run("slurm/submit.sh", recipe, *options, check=False, **asked)
     assert done.returncode == 0, done.stderr
+    assert "EXTENDED" in done.stderr
     return {name: Job(cluster, number) for name, number in map(str.split, done.stdout.splitlines())}
 
 
