@@ -152,8 +152,8 @@ class MetricRegistry(Registry[Metric]):
     """Metrics by name. To add one from outside: `METRICS["word_error_rate"] = WordErrorRate()`."""
 
     RESERVED = (
-        *("bleu_lowercase", "bleu_paper", "bleu_moses_lowercase"),
-        *("beam_size", "length_penalty", "stop_rule", "sentences", "checkpoint", "versus", "sources"),
+        *("bleu_lowercase", "bleu_paper", "bleu_moses_lowercase", "scores"),
+        *("beam_size", "length_penalty", "stop_rule", "sentences", "checkpoint", "versus", "sources", "test_set"),
         *("loss", "negative_log_likelihood", "perplexity", "accuracy", "length_ratio", "repetition", LIKELIHOOD),
     )
     """Other keys of `evaluate`'s JSON and other tags under `validation/`."""

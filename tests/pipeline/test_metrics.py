@@ -290,6 +290,7 @@ def test_names_that_cannot_be_registered() -> None:
         ("accuracy", "is taken"),
         ("likelihood", "is taken"),
         ("best_bleu", "is taken"),
+        ("scores", "is taken"),
         ("a b", "ident"),
     ):
         with pytest.raises(ValueError, match=message):
