@@ -23,7 +23,7 @@ from pipeline.runtime.launch import versions
 TEMPLATES = Path(__file__).with_name("templates")
 
 
-def make_card(model: TrainedModel, scores: PlainValues, licences: list[str], n_best: int = 1) -> PlainValues:
+def make_card(model: TrainedModel, scores: PlainValues, licences: list[str], n_best: int) -> PlainValues:
     """Return the card as JSON values.
 
     `scores` are the score of the metric of `run.best_by`, its signature and the name of the text; `n_best` is the

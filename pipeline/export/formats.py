@@ -282,10 +282,6 @@ def write_torchscript(network: Transformer, tokenizer: Tokenizer, card: str, pat
     path.write_bytes(buffer.getbuffer())
 
 
-def _load_torchscript(bundle: Bundle, path: Path, precision: str) -> Runner:
-    return SearchRunner(load_torchscript(path).to(getattr(torch, precision)), bundle.model)
-
-
 def _load_exported_program(bundle: Bundle, path: Path, precision: str) -> Runner:
     runner = SearchRunner(ExportedSearch(path), bundle.model)
     runner.n_best, runner.has_greedy = bundle.n_best, False
@@ -314,7 +310,9 @@ FORMATS = {
     "model.ts": Format(
         lambda model: None,
         lambda bundle, path: write_torchscript(bundle.model.network, bundle.model.tokenizer, bundle.card, path),
-        _load_torchscript,
+        lambda bundle, path, precision: SearchRunner(
+            load_torchscript(path).to(getattr(torch, precision)), bundle.model
+        ),
         ("float32", "bfloat16"),
     ),
     "model.pt2": Format(

@@ -75,7 +75,6 @@ def count_lines(path: Path) -> int | None:
     """
     if not path.is_file():
         return None
-    # A damaged file is reported when it is read.
     with suppress(InputError), open_file(path) as stream:
         return num_lines(stream)
     return None
