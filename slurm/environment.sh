@@ -1,9 +1,9 @@
 # Sourced by all scripts in this folder: the Python environment, and functions that run and requeue jobs.
 # shellcheck shell=bash
 
-# Variables of the shell that `sbatch` was called from reach the job, and `srun` takes them for options. What only srun
-# sets goes; what sbatch sets as well stays if a line `#SBATCH` of the script asks for it. `salloc` and batch scripts have
-# no SLURM_STEP_ID: resources of their jobs cannot be told from those of this one.
+# Variables of the shell that `sbatch` was called from reach the job, and `srun` takes them for options. Those that only
+# srun sets are unset; those that sbatch sets as well stay if a line `#SBATCH` of the script asks for them. `salloc` and
+# batch scripts have no SLURM_STEP_ID: resources of their jobs cannot be told from those of this one.
 foreign=() maybe=(SLURM_HINT SLURM_DISTRIBUTION SLURM_DIST_PLANESIZE SLURM_THREADS_PER_CORE)
 maybe+=(SLURM_NTASKS_PER_CORE SLURM_NTASKS_PER_SOCKET)
 [[ -z ${SLURM_STEP_ID:-} ]] || maybe+=(SLURM_GPUS "${!SLURM_GPUS_PER@}" "${!SLURM_GPU_@}" "${!SLURM_TRES@}"
@@ -27,13 +27,13 @@ PROGRAM=${PROGRAM:--m pipeline}
 # --------------------------------------------------------------------------------------------------------------------
 
 set -uo pipefail
-# Bash runs commands in a text that it takes for a number, such as a[$(...)].
+# Bash executes commands inside a text that it evaluates as a number, such as a[$(...)].
 NUMBER='^[0-9]{1,9}$'
 
 # Recipes hold paths relative to the folder that the job was submitted from.
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
 
-# Print a log line with time and job, which tells it from those of the ranks.
+# Print a log line with the time and the job, which tell it from the lines of the ranks.
 say() { echo "$(date '+%F %T') ${SLURM_JOB_NAME:-} ${SLURM_JOB_ID:-}: $*" >&2; }
 
 if [[ $0 == *.sbatch && -z ${SLURM_JOB_ID:-} ]]; then
@@ -42,7 +42,7 @@ if [[ $0 == *.sbatch && -z ${SLURM_JOB_ID:-} ]]; then
 fi
 [[ ${#foreign[@]} -eq 0 ]] || say "of the shell that called sbatch, ${foreign[*]} are not used; what the job's tasks need" \
     "belongs on a line #SBATCH of the script"
-# The array and the restarts of another job would be taken for those of this one.
+# Variables about the array and the restarts of another job would be taken for those of this one.
 if [[ -n ${SLURM_JOB_ID:-} && -n ${SLURM_ARRAY_JOB_ID:-}${SLURM_RESTART_COUNT:-} ]]; then
     while read -r id array restarts; do
         [[ $id == "$SLURM_JOB_ID" && $restarts =~ $NUMBER ]] || continue
@@ -120,7 +120,7 @@ step() {
     done
     wait "$pid" 2>/dev/null
     code=$?
-    # A script that is started with SIGTERM ignored passes that on to its watcher.
+    # Not SIGTERM: a script that was started with SIGTERM ignored passes that on to its watcher.
     kill -KILL "$watcher" 2>/dev/null
     KILLED=" (killed; is --mem too small?)"
     [[ ! -e $ABANDONED_FILE ]] || KILLED=" (not waited for)"
@@ -128,7 +128,7 @@ step() {
     return "$code"
 }
 
-# What a task runs: the first one notes its node and process id; then the task becomes the command.
+# What each task runs: the first task writes down its node and process id; then the task becomes the command.
 # shellcheck disable=SC2016
 NOTE_FIRST_TASK='[[ $SLURM_PROCID -ne 0 ]] || echo "$SLURMD_NODENAME $SLURM_TASK_PID" >"$0"; exec "$@"'
 
@@ -196,8 +196,8 @@ train() {
     exit 0
 }
 
-# Exit if a command has ended by a mistake of the user, which would recur: exit_after_mistake COMMAND EXIT_CODE. Other exit
-# codes of doctor than 69 (missing ranks) and those of signals are that it has found something.
+# Exit if a command has ended because of a user's mistake, which would recur: exit_after_mistake COMMAND EXIT_CODE. An exit
+# code of doctor other than 69 (missing ranks) and those of signals means that a check has failed.
 exit_after_mistake() {
     [[ -e $MISTAKE_FILE || $2 -eq 2 || ($1 == doctor && $2 -ne 69 && $2 -lt 128) ]] || return 0
     rm -f "$MISTAKE_FILE" "$FAILURES_FILE"
@@ -205,11 +205,11 @@ exit_after_mistake() {
     exit 2
 }
 
-# Run a command that goes on with what it has written, also beside the other tasks of an array, then exit:
+# Run a command that continues from what it has written, also beside other tasks of an array, then exit:
 # go_on COMMAND [ARGUMENT ...]
 go_on() {
     count_from_here
-    # `translate` removes the first file when it has written a shard.
+    # `translate` removes FAILURES_FILE when it has written a shard.
     export FAILURES_FILE MISTAKE_FILE
     step "$@"
     local code=$?
@@ -220,8 +220,8 @@ go_on() {
     hand_back "$code"
 }
 
-# Prepare to start the step again inside the job, on the nodes that are left: restart_here EXIT_CODE. Fails if the job has
-# to be requeued instead.
+# Prepare to start the step again inside the job, on the nodes that are left: restart_here EXIT_CODE. It fails if the job
+# has to be requeued instead.
 restart_here() {
     local code=$1 host left state needed=${MIN_NODES:-$SLURM_NNODES}
     # A requeued job can have fewer nodes than before.
@@ -236,7 +236,7 @@ restart_here() {
         return 1
     fi
     count_failure "$code" ""
-    # The number of GPUs of all nodes (--gpus).
+    # It is the number of GPUs of all nodes (--gpus).
     unset SLURM_GPUS
     export RESTARTS_IN_JOB=$((${RESTARTS_IN_JOB:-0} + 1))
     say "exit code $code; starting again on ${#NODES[@]} of $SLURM_NNODES nodes: ${NODES[*]}"
@@ -247,7 +247,7 @@ restart_here() {
 # SIGUSR1 ends doctor and the preparation of the corpus with 138. Not 143: srun ends tasks by SIGTERM when one has failed.
 asked_to_stop() { [[ $1 -eq 75 || $1 -eq 138 ]]; }
 
-# Print the node of the job's script, the time left, the state and its reason. SLURM's controller may be away for minutes.
+# Print the node of the job's script, the time left, the state and its reason. SLURM may not answer for some minutes.
 job_state() { patiently squeue --noheader --jobs="$(job_id)" --format='%B %L %T %r'; }
 
 # Run a command of SLURM until it succeeds, at most ten times in five minutes.
@@ -285,7 +285,7 @@ answering_nodes() {
     done | sort --version-sort
 }
 
-# What a node is asked.
+# What `answering_nodes` runs on a node.
 # shellcheck disable=SC2016
 SEES_ITS_GPUS='! command -v nvidia-smi || (($(nvidia-smi --list-gpus | grep --count "^GPU ") >= ${SLURM_GPUS_ON_NODE:-0}))'
 
@@ -312,8 +312,8 @@ watch_from() {
         say "$1 cannot watch $SLURMD_NODENAME; if that node is lost, the job has to be cancelled by hand"
 }
 
-# What the other nodes run, with the first node's name, the job's id and its log. It looks twice, since SLURM may answer
-# oddly for a moment, and stops when its own node is no longer the job's.
+# What the other nodes run, with the first node's name, the job's id and its log. It looks twice, since one answer of SLURM
+# may be wrong, and stops when its own node no longer belongs to the job.
 # shellcheck disable=SC2016
 REQUEUE_WHEN_LOST='lost=0
 while sleep 15; do
@@ -328,12 +328,12 @@ while sleep 15; do
     fi
 done'
 
-# Requeue the job and exit: hand_back EXIT_CODE. For exit code 75, which means that the run was asked to stop and has
-# saved a checkpoint, and for failures.
+# Requeue the job and exit: hand_back EXIT_CODE. It is called for failures, and for exit code 75, which means that the run
+# was asked to stop and has saved a checkpoint.
 hand_back() {
     local code=$1 host left state why=""
     read -r host left state <<<"$(job_state)"
-    # This node was cut off, and SLURM has requeued the job meanwhile.
+    # This node was cut off, and SLURM has meanwhile requeued the job.
     if [[ $state == RUNNING* && $host != "$SLURMD_NODENAME" ]]; then
         say "exit code $code; the job runs on $host now"
         exit "$code"
@@ -381,13 +381,13 @@ TASKS_PER_NODE=1
 NODES=()
 # What squeue prints as the time left of a job that ends in less than five minutes.
 LESS_THAN_5_MINUTES='^0?[0-4]:..$'
-# Whether failures can be counted. If not, as on a full disk, the job ends: it would start again without end.
+# Whether failures can be counted. If not, as on a full disk, the job ends: it would restart endlessly.
 COUNTED=yes
 # What has to happen between failures, for the message of the last one.
 GOAL="training began"
 # Node and process id of the first task of the current step.
 FIRST_TASK_FILE=$PWD/.first-task-${SLURM_JOB_ID:-}
-# There if the current step was not waited for, and why a step was killed.
+# The file exists if the current step was not waited for; KILLED says why a step was killed.
 ABANDONED_FILE=$PWD/.abandoned-${SLURM_JOB_ID:-}
 KILLED=""
 # Created by a rank that ends with a user's mistake: srun's exit code may be that of the ranks it has killed.

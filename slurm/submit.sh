@@ -6,7 +6,7 @@
 #   JOB_OPTIONS="--account=mine" TRAIN_OPTIONS="--nodes=4" slurm/submit.sh RECIPE
 set -euo pipefail
 cd "$(dirname "$0")/.."
-# In a job, such as an interactive session, they would lead to its folder and to its files.
+# Inside a job, such as an interactive session, these variables would lead to that job's folder and files.
 unset SLURM_SUBMIT_DIR SLURM_JOB_ID
 # shellcheck source=slurm/environment.sh
 source slurm/environment.sh
@@ -16,10 +16,10 @@ if [[ $# -eq 0 ]]; then
 fi
 read -r -a more <<<"${TRAIN_OPTIONS:-}"
 
-# One per line: run folder, and without corpus.test the texts of the evaluation.
+# One path per line: the run folder and, if the recipe has no corpus.test, the texts to evaluate on.
 paths=$("${python[@]}" "${program[@]}" recipe paths --config "$@") || exit 2
 mapfile -t paths <<<"$paths"
-paths=("${paths[@]/#-/./-}") # no options
+paths=("${paths[@]/#-/./-}") # so that none is taken for an option
 run=${paths[0]}
 
 submit prepare slurm/prepare.sbatch "$@"

@@ -9,7 +9,7 @@
 #   JOB_OPTIONS="--account=mine" slurm/synthesize.sh back-translation RECIPE mono.de
 set -euo pipefail
 cd "$(dirname "$0")/.."
-# In a job, such as an interactive session, they would lead to its folder and to its files.
+# Inside a job, such as an interactive session, these variables would lead to that job's folder and files.
 unset SLURM_SUBMIT_DIR SLURM_JOB_ID
 # shellcheck source=slurm/environment.sh
 source slurm/environment.sh
@@ -24,7 +24,7 @@ words+=("$@")
 read -r -a training <<<"${TRAIN_OPTIONS:-}"
 read -r -a translating <<<"${TRANSLATE_OPTIONS:-}"
 
-# A line for each stage: its name, its command, and for those two its recipe.
+# A line for each stage: its name, its command and, for prepare and fit, its recipe.
 stages=$("${python[@]}" "${program[@]}" synthesize "${words[@]}" --plan) || exit 2
 while IFS=$'\t' read -r name command recipe; do
     case $command in
