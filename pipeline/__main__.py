@@ -45,7 +45,7 @@ COMMANDS = {
     "demo": "prepare to export on a generated corpus, in minutes",
     "doctor": "check the machine, the job and a recipe before running",
 }
-"""What each command does, in one line. Its file has `add_arguments(parser)` and `run(arguments)`, the exit code."""
+"""Each command in one line. Its file has `add_arguments(parser)` and `run(arguments)`, which returns the exit code."""
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -73,7 +73,7 @@ def load(
 
     Args:
         path: a run folder, a checkpoint, or an exported bundle that has `model.ts`. That file is a program: load
-            bundles that you trust.
+            only bundles that you trust.
         beam_size: number of open hypotheses; None for the value in the recipe.
         length_penalty: exponent alpha of the length penalty; None for the value in the recipe.
         stop_rule: when a search stops, "exact" or "first"; None for the value in the recipe.
@@ -197,10 +197,10 @@ class Model:
         Args:
             sentences: one sentence or a list.
             n_best: number of hypotheses for each sentence, at most the beam size, or 1 with `sample`.
-            sample: draw each translation at random, by the seed and the number of the sentence in the list, which is 1
-                for the first; None to search for the best.
-            target_prefix: the text that each translation begins with, or a list with one for each sentence, which may
-                be empty; None if translations may begin with anything.
+            sample: draw each translation at random; the draw depends on the seed and on the number of the sentence in
+                the list, counted from 1. None to search for the best translation.
+            target_prefix: the text that each translation begins with, or a list of such texts, one per sentence, some
+                of which may be empty; None if translations may begin with anything.
             progress: show a progress bar on standard error, after two seconds.
 
         Returns:
@@ -240,11 +240,11 @@ class Model:
     def score(self, sources: str | list[str], targets: str | list[str], *, progress: bool = True) -> Any:
         """Score given translations by teacher forcing: the model's probability of each of them, piece by piece.
 
-        A target's score is that of `translate` if the search spelled the same text with the same pieces.
+        A target's score equals that of `translate` if the search has found the same pieces.
 
         Args:
             sources: one source sentence or a list.
-            targets: its translation, or a list of as many.
+            targets: its translation, or a list of as many translations.
             progress: show a progress bar on standard error, after two seconds.
 
         Returns:
@@ -265,10 +265,10 @@ class Model:
         return scored[0] if isinstance(sources, str) else scored
 
     def pieces(self, sentence: str, target: str | None = None) -> list[tuple[str, float]]:
-        """Return the pieces of a translation, each with its natural log-probability after those before it.
+        """Return the pieces of a translation, each with its natural log-probability given the pieces before it.
 
-        The last piece is the end symbol. The sum is the log-probability that `score` or `translate` gives. U+2581 in
-        a piece stands for a space. An empty sentence has no pieces.
+        The last piece is the end symbol. The sum of these values is the log-probability that `score` or `translate`
+        gives. U+2581 in a piece stands for a space. An empty sentence has no pieces.
 
         Args:
             sentence: the source sentence.
@@ -333,7 +333,7 @@ class Model:
         return rows
 
     def _target_ids(self, sentences: list[str]) -> list[list[int]]:
-        """Return ids with the end symbol; raise InputError for a sentence that the network has no positions for."""
+        """Return ids with the end symbol; raise InputError for a sentence longer than the network's positions."""
         longest = self._translator.search.max_positions
         rows, defects = encode_sources(self._translator.tokenizer.target, sentences)
         self._warn(defects)

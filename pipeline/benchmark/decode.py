@@ -36,7 +36,7 @@ class Round(NamedTuple):
     latencies: list[float]
     """Seconds of each sentence translated alone."""
     peak_memory_bytes: int
-    """Of the process so far."""
+    """Peak memory of the process so far."""
 
 
 def run(checkpoint: Path, options: SearchOptions, sentences: list[str]) -> PlainValues:
@@ -92,7 +92,7 @@ def measure(translate: Translate, sentences: list[str], number: int, name: str) 
 
 
 def figures_of(rounds: list[Round]) -> dict[str, float]:
-    """Return the figures of the median round, and of the latencies of all rounds."""
+    """Return the figures of the round with the median time, and of the latencies of all rounds."""
     seconds = statistics.median(measured.seconds for measured in rounds)
     latencies = sorted(latency for measured in rounds for latency in measured.latencies)
     return {

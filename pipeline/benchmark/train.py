@@ -1,8 +1,8 @@
 """Measure the speed and memory of training on the recipe's own batches; `pipeline.commands.benchmark` has the figures.
 
 Other trainings (`Other`) may take as many steps in the same process, in turns with the recipe's, a few steps at a time,
-so that a machine whose speed drifts slows all alike. A ratio is the median over these rounds of the recipe's target
-tokens a second divided by the other training's, both without padding.
+so that a drift of the machine's speed affects all of them alike. A ratio is the median over these rounds of the
+recipe's target tokens per second divided by the other training's, both without padding.
 """
 
 import sys
@@ -156,7 +156,7 @@ class SideBySide:
         self.step_seconds: dict[str, list[float]] = {name: [] for name in (OURS, *others)}
         """Seconds of a step in each timed round, by network."""
         self.token_rates: dict[str, list[float]] = {name: [] for name in (OURS, *others)}
-        """Target tokens a second, without padding, in each timed round, by network."""
+        """Target tokens per second, without padding, in each timed round, by network."""
         self.product_rates: list[float] = []
         """FLOP/s of a large matrix product, measured right after each timed round."""
         self.peak_memory: dict[str, int] = {}
@@ -201,7 +201,7 @@ class SideBySide:
         self.start()
 
     def _finish(self, name: str, steps: Sequence[Step], network: nn.Module, optimizer: Optimizer) -> None:
-        """Record the part of the round that a network has ended."""
+        """Record the part of the round that a network has completed."""
         seconds = self._now() - self._started
         if self._round == MEMORY_ROUND:
             self.peak_memory[name] = self._memory.read() + kept_bytes(network, optimizer)
@@ -217,7 +217,7 @@ class SideBySide:
 
 
 class PeakMemory:
-    """Peak of the memory that tensors hold, relative to the time of construction.
+    """Peak of the memory that tensors hold, beyond what they held when this object was created.
 
     The size of the process is no measure: several networks share it, and its allocator keeps freed memory.
     """

@@ -41,8 +41,8 @@ _COPY_SLACK = 1 << 20
 class CheckpointCallback(Callback):
     """Save a checkpoint at step or time intervals and at the end; keep the newest ones and the best by `run.best_by`.
 
-    As many checkpoints as the newest ones are also kept around the best validation, so that they can be averaged after
-    the run has continued without improving. They move to a folder of their own when newer ones take their place.
+    The same number of checkpoints is also kept around the best validation, so that they can be averaged even after the
+    run has continued without improving. They move to a folder of their own when newer ones take their place.
 
     Checkpoints are written in the background where the host has room for a copy (see `AtomicCheckpointIO`). No file is
     removed before those that replace it have their final names. The error of a write is raised after the next step, at
@@ -119,11 +119,11 @@ class CheckpointCallback(Callback):
         saved as well, from the same copy in memory.
         """
         step, previous = trainer.global_step, self._temporary_step
-        # A run that is stopped again during the validation it resumed with may have resumed from a regular checkpoint.
+        # A run that is stopped again in the validation with which it resumed may have resumed from a regular one.
         was_regular = self.saved_step == step != previous
         self._temporary_step = step if stopping and not self._save_after_validation and not was_regular else None
         replaced = [previous] if previous not in (None, step) else []
-        # The arguments are values of now: training changes the state while the thread writes.
+        # The arguments are bound now, because training changes the state while the thread writes.
         remove = partial(self._remove_old, step, self._best_step, self._temporary_step, replaced)
         copies = (best_path(self._run),) if best else ()
         self._write(trainer, step_path(self._run, step), WriteOptions(copies, remove))
@@ -133,13 +133,13 @@ class CheckpointCallback(Callback):
         """Keep `run.keep_last` newest checkpoints, and as many nearest to the best validation.
 
         The latter are the same as if no checkpoint had ever been removed: a new best step is among the newest
-        checkpoints, and later checkpoints only replace others of the nearest.
+        checkpoints, and a later checkpoint can only replace one of the nearest.
 
-        This runs in the thread that has written the checkpoint, and only if it was written. If the process is killed
-        before, more files are left than are kept, and the call after the next checkpoint removes them.
+        This runs in the thread that has written the checkpoint, and only if the write succeeded. If the process is
+        killed before, surplus files are left, and the call after the next checkpoint removes them.
 
-        `saved` is the step of the checkpoint, and `temporary` too if it is temporary; `best` is the step of the best
-        validation so far; `replaced` are the steps of temporary checkpoints that it replaces.
+        `saved` is the step of the checkpoint; `temporary` is the same if the checkpoint is temporary, else None; `best`
+        is the step of the best validation so far; `replaced` are the steps of temporary checkpoints that it replaces.
         """
         for step in replaced:
             step_path(self._run, step).unlink(missing_ok=True)

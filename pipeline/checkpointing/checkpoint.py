@@ -199,7 +199,7 @@ def _checked(path: Path, contents: PlainValues) -> Checkpoint:
 
 
 def _check_archive(path: Path) -> None:
-    """Raise ValueError if a file unpacks to more bytes than it has, or names a number of bytes to reserve."""
+    """Raise ValueError if a file unpacks to more bytes than it has, or names a number of bytes to allocate."""
     with zipfile.ZipFile(path) as archive:
         if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
             raise ValueError("its entries are larger than the file")

@@ -53,7 +53,7 @@ class HostCopy:
             # Forked loader processes would otherwise keep the pages of earlier copies.
             memory.madvise(mmap.MADV_DONTFORK)
             self._memory = np.frombuffer(memory, dtype=np.uint8)
-            # Touch all pages now: what is measured to fit beside them still fits when they are used.
+            # Touch all pages now, so that the later measurement of micro-batches counts this memory as used.
             self._memory.fill(0)
 
     def release(self) -> None:
@@ -64,7 +64,7 @@ class HostCopy:
     def take(self, contents: PlainValues) -> PlainValues | None:
         """Return a copy of a checkpoint's contents, which is valid until the next call; None if there is no room.
 
-        An optimizer with more state than Adam needs more memory than was reserved; it is reserved here.
+        An optimizer with more state than Adam needs more memory than was reserved, which is reserved here.
         """
         if not self.size:
             return None

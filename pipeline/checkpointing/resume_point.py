@@ -52,13 +52,13 @@ _RESUMED = {
     "lr_schedulers": [{}],
     "skipped_steps": [(float, int)],
 }
-"""Types of what a resumed run reads from a checkpoint, beside tensors; Lightning ignores that some is missing."""
+"""Types of what a resumed run reads from a checkpoint, beside tensors; Lightning would ignore missing values."""
 _AVERAGED = {
     "current_model_state": {str: Tensor},
     "averaging_state": {"n_averaged": (Tensor, int)},
     "callbacks": {"EMA": {"latest_update_step": int}},
 }
-"""Likewise for what a run with a moving average reads besides."""
+"""Types of what a run with a moving average reads in addition."""
 
 
 @dataclass(frozen=True)

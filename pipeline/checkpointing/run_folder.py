@@ -136,7 +136,7 @@ def latest_valid(run: Path) -> tuple[Path | None, list[Path]]:
 def read_metrics(run: Path, name: str = METRICS) -> Iterator[PlainValues]:
     """Yield the lines of a run's metrics.jsonl or another file of JSON lines; none if it does not exist.
 
-    A line that a killed process has written in part ends the iteration, as such a line is removed on resume.
+    A line that a killed process has written only in part ends the iteration; such a line is removed on resume.
     """
     if not (run / name).exists():
         return
@@ -217,7 +217,7 @@ def _folder_error(folder: Path) -> str | None:
 
 
 def _files_to_remove(run: Path) -> Iterator[Path]:
-    """Yield the files of a run that `--fresh` removes, and temporary files that killed processes left of them."""
+    """Yield the files of a run that `--fresh` removes, including their temporary files that killed processes left."""
     for folder, patterns in _REMOVED.items():
         entries: list[Path] = []
         with suppress(FileNotFoundError, NotADirectoryError):  # The run has no such folder.
@@ -346,7 +346,7 @@ def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
         if key == "trainer.max_steps" and recipe.training.schedule in DECAY_TO_LAST_STEP:
             may_change, change = False, f"{change}, where training.schedule {recipe.training.schedule} ends"
         (allowed if may_change else forbidden).append(change)
-    # Other versions may resume the run, but may batch, initialize or round differently.
+    # Another version may resume the run, but may batch, initialize or round differently.
     own = {name: version for name, version in versions().items() if name != "host"}
     allowed += changes("", {name: recorded.get(name) for name in own}, own)
     return forbidden, allowed
@@ -422,7 +422,7 @@ def count_start(path: Path, job: JobStep, checkpoint: Path | None) -> Iterator[N
 
 
 def _is_foreign(entry: Path) -> bool:
-    """Return whether an entry is something else than a file of a `fit` that was killed before it wrote its recipe."""
+    """Return whether an entry is something other than a file of a `fit` that was killed before it wrote its recipe."""
     ours = entry.name == ".lock" or entry.name.startswith((".starts-", ".fresh-", ".ranks-"))
     return not ours and not any(is_temporary_file(entry, name) for name in ("config.yaml", ".starts-*"))
 

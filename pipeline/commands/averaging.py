@@ -38,7 +38,7 @@ def write_average(run: Path, option: str, count: int, output: Path) -> None:
 
 
 def average_best(run: Path, count: int) -> PlainValues:
-    """Return the average of the checkpoints around the best validation, which records how they were chosen."""
+    """Return the average of the checkpoints around the best validation, with a record of how they were chosen."""
     saved = saved_checkpoints(run)
     require_enough(run, "--best", count, len(saved))
     metric = best_by(run)
@@ -56,7 +56,7 @@ def average_best(run: Path, count: int) -> PlainValues:
 
 def saved_checkpoints(run: Path) -> dict[int, Path]:
     """Return a run's complete checkpoints by step: the newest, those around the best validation, and the best one."""
-    # The newest are listed first, because `fit` moves checkpoints from there to those around the best.
+    # The newest are listed first, because `fit` moves checkpoints from their folder to `around-best`.
     steps = {step_of(path): path for path in step_checkpoints(run)}
     steps = {step_of(path): path for path in around_best_checkpoints(run)} | steps
     saved = {}
@@ -71,7 +71,7 @@ def saved_checkpoints(run: Path) -> dict[int, Path]:
 
 
 def read_saved(run: Path, path: Path, step: int) -> Checkpoint:
-    """Return a checkpoint, even if `fit` has moved it to those around the best validation meanwhile.
+    """Return a checkpoint, even if `fit` has meanwhile moved it to the folder `around-best`.
 
     Raises InputError when `fit` has removed or replaced it.
     """
@@ -92,7 +92,7 @@ def best_validation(run: Path, metric: str) -> tuple[int, float]:
     scores = [(line["step"], float(line[key])) for line in read_metrics(run) if line.get(key) is not None]
     if not scores:
         raise InputError(f"{run}: {METRICS} has no validation scores to choose checkpoints by; give --last N")
-    return best(scores, key=lambda score: score[1])  # The first of equal ones, as for best.ckpt.
+    return best(scores, key=lambda score: score[1])  # The first of equal scores, as for best.ckpt.
 
 
 def require_enough(run: Path, option: str, count: int, available: int) -> None:

@@ -22,8 +22,8 @@ One device trains the recipe as `fit` does, without checkpoints and validation. 
   step_seconds              median, waiting for data included
   peak_memory_bytes         maximum size of the network's tensors: weights, moments, gradients, activations
   mfu                       model FLOPs utilization: flops_per_target_token x target_tokens_per_second /
-                            ceiling_flops_per_second. The peak is measured on this machine, not taken from a data
-                            sheet.
+                            ceiling_flops_per_second, which is measured on this machine, not taken from a data
+                            sheet
   padding_share             share of padding in the rows
   flops_per_target_token    of the matrix products for tokens that are not padding, forward and backward, on average
                             over the corpus
@@ -32,8 +32,8 @@ One device trains the recipe as `fit` does, without checkpoints and validation. 
 """
 DECODE = """Measure how fast a checkpoint translates a text, the latency of single sentences, and memory.
 
-Times include encoding and decoding of text, and are of the median of three rounds. OMP_NUM_THREADS sets the number of
-threads.
+Times include encoding and decoding of text; that of the whole text is the median of three rounds. OMP_NUM_THREADS sets
+the number of threads.
 """
 
 
@@ -98,7 +98,7 @@ def checked_recipe(arguments: argparse.Namespace) -> Recipe:
 
 
 def quiet_profiler() -> None:
-    """Keep PyTorch's profiler, which measures memory, from writing to standard error; before PyTorch is imported."""
+    """Silence PyTorch's profiler, which measures memory, on standard error; call this before PyTorch is imported."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 

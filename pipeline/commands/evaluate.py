@@ -1,6 +1,6 @@
 """Score translations with BLEU, chrF and exact match: values, 95 % bootstrap intervals and signatures.
 
-Source and reference are plain, detokenized texts with one sentence a line. Without files, the text is a test set of
+Source and reference are plain, detokenized texts with one sentence per line. Without files, the text is a test set of
 sacreBLEU (`--test-set`), or `corpus.test` of the checkpoint's recipe; several sources of it are also scored apart. The
 last output line is JSON.
 """
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--test-set",
         metavar="NAME",
-        help="in place of both: a test set of sacreBLEU, such as wmt14/full, for the model's languages",
+        help="in place of two files: a test set of sacreBLEU, such as wmt14/full, for the model's languages",
     )
     add_prefix_argument(parser)
     add_search_arguments(parser)
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         action="append",
         default=[],
-        help="add the mean of another program's scores, one number a line; with --versus, a second FILE is the other's",
+        help="add the mean of another program's scores, one number per line; with --versus, give a FILE for each model",
     )
     parser.add_argument("--output", type=user_path, help="a file to write the translations to")
     parser.add_argument(

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="translations of a sentence that model.pt2 returns (default: 1)",
+        help="number of translations that model.pt2 returns for a sentence (default: 1)",
     )
     parser.add_argument("--quantize", choices=["int8"], help="add CTranslate2's model in int8, for CPUs")
     parser.add_argument(
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"sentences to compare formats on (default: {PARITY_SENTENCES} of the validation text)",
     )
     parser.add_argument(
-        "--parity-reference", type=user_path, metavar="FILE", help="their reference translations, for BLEU"
+        "--parity-reference", type=user_path, metavar="FILE", help="reference translations of --parity-source, for BLEU"
     )
     parser.add_argument(
         "--data-licence", action="append", default=[], metavar="TEXT", help="licence of the training data, for the card"

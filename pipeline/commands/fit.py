@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--init-from",
         type=user_path,
         metavar="CHECKPOINT",
-        help="begin a new run from another's weights and tokenizer, or a Marian model's",
+        help="begin a new run with the weights and the tokenizer of another run or of a Marian model",
     )
 
 

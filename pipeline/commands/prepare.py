@@ -2,7 +2,7 @@
 
 If the folder holds this corpus already, nothing is changed; if it holds another one, the differences are reported. The
 last line of the output is JSON: the folder and its numbers of pairs and tokens. Standard error reports how many pairs
-were dropped, and why. `manifest.json` in the folder holds all of it.
+were dropped, and why. `manifest.json` in the folder holds all of this.
 """
 
 import argparse

@@ -1,14 +1,14 @@
 """Score given translations: print the log-probability and the number of tokens of each pair, in order.
 
-Both numbers count the end symbol; a tab separates them. With --reverse, those of the other direction follow, and the
+Both numbers include the end symbol; a tab separates them. With --reverse, those of the other direction follow, then the
 dual conditional cross-entropy |H1 - H2| + (H1 + H2) / 2 (Junczys-Dowmunt 2018), where H is the negative log-probability
-divided by the number of tokens. The higher it is, the worse is the pair.
+divided by the number of tokens. The higher it is, the worse the pair.
 
 With --n-best, the target is a list that `translate --n-best` has written. Its N best translations of each source line
 are printed in the same format, best first by the model's score, or with --reverse by the sum of both models' scores.
 
-With --keep, the best share of the pairs is written to two files, in order: the pairs of the highest log-probability for
-each token, or with --reverse of the lowest dual cross-entropy. A pair is never kept if one of its sides is empty, or
+With --keep, the best share of the pairs is written to two files, in order: the pairs with the highest log-probability
+per token, or, with --reverse, with the lowest dual cross-entropy. A pair is never kept if one of its sides is empty, or
 has one of `corpus.user_symbols` that a model has never seen on that side.
 """
 

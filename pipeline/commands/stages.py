@@ -1,8 +1,8 @@
-"""Commands of this program as stages that run one after another, each once, however often the whole is stopped.
+"""Runs commands of this program as stages, one after another, each once, however often the sequence is stopped.
 
 A stage is a process of its own. When it has succeeded, a mark stores the hashes of the files that it has read and
-written, so that later changes are noticed. A stage without a mark is run: each command either continues with the files
-that it has written, or writes its files as a whole.
+written, so that later changes are noticed. A stage without a mark is run: each command either continues from the files
+that it has written, or writes its files whole or not at all.
 """
 
 import ctypes
@@ -71,7 +71,7 @@ class Signals(AbstractContextManager["Signals"]):
         names = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
         self._before = {one: signal.getsignal(one) for one in names}
         for signum, handler in self._before.items():
-            if handler is not signal.SIG_IGN:  # as under nohup; the stage inherits that
+            if handler is not signal.SIG_IGN:  # Under nohup it is ignored, and the stage inherits that.
                 signal.signal(signum, self._hand_on)
         return self
 

@@ -93,7 +93,7 @@ class Plan:
         return self.folder / "corpora" / name
 
     def write(self) -> None:
-        """Write `plan.txt` and the missing recipes; a plan of more rounds has the recipes of one of fewer.
+        """Write `plan.txt` and the missing recipes; a plan with more rounds contains the recipes of one with fewer.
 
         Raises:
             InputError: an existing recipe differs.
@@ -106,7 +106,7 @@ class Plan:
             if path.exists() and path.read_bytes() != text.encode():
                 raise InputError(f"{path}: has changed since the plan was made; remove {self.folder} to start over")
         for stage in self.stages:
-            if stage.printed is not None:  # A user may run the line of plan.txt.
+            if stage.printed is not None:  # A user may run its line of plan.txt.
                 stage.printed.parent.mkdir(parents=True, exist_ok=True)
         lines = [*(f"# {note}" for note in self.notes), *(stage.line() for stage in self.stages)]
         texts[self.folder / "plan.txt"] = "\n".join([*lines, ""])
@@ -227,10 +227,10 @@ def given_model(arguments: argparse.Namespace, recipe: Recipe) -> Path:
 
 
 def check_text(corpus: CorpusSettings, path: Path | None, side: int) -> dict[str, float]:
-    """Read training text, test text and `--text`; return the numbers of pairs of an epoch, and of sentences.
+    """Read training text, test text and `--text`; return the number of pairs in an epoch, and of sentences in `--text`.
 
     Args:
-        path: `--text`; None for none.
+        path: the file of `--text`; None without that option.
         side: the side of the training text in the same language: 0 for the source, 1 for the target.
 
     Raises:
@@ -256,7 +256,7 @@ def check_text(corpus: CorpusSettings, path: Path | None, side: int) -> dict[str
             overlap += [number for number, line in enumerate(sentences, num_lines + 1) if line in held_out]
             num_lines, num_sentences = num_lines + len(lines), num_sentences + sum(map(bool, sentences))
     if not num_sentences:
-        raise InputError(f"--text {path}: has no sentence; give text, one sentence a line")
+        raise InputError(f"--text {path}: has no sentence; give text, one sentence per line")
     unknown = sum(count for one, count in characters.items() if one not in known and one.lower() not in known)
     if unknown > _MOST_UNKNOWN * characters.total():
         raise InputError(

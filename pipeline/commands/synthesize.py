@@ -1,4 +1,4 @@
-"""From text of one language to a better model: write recipes and a plan of commands, then run each command once.
+"""Use text of one language to train a better model: write recipes and a plan of commands, then run each command once.
 
 `synthesize back-translation` translates text of the target language back, and trains on real and synthetic pairs.
 `synthesize distillation` trains a small network on the translations of a larger one. The folder holds the recipes,
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     back.add_argument(
         "--keep", type=float, default=0.9, metavar="SHARE", help="train on the best share of the pairs (default: 0.9)"
     )
-    back.add_argument("--rounds", type=int, default=1, metavar="N", help="begin again with the better models")
+    back.add_argument("--rounds", type=int, default=1, metavar="N", help="repeat with the better models")
     distil = kinds.add_parser("distillation", help="a teacher's translations as training text", allow_abbrev=False)
     _add_common(distil, "further sentences of the source language (plain or .gz)", is_required=False)
     distil.add_argument(
@@ -45,7 +45,7 @@ def _add_common(parser: argparse.ArgumentParser, text: str, is_required: bool) -
     add_recipe_arguments(parser)
     parser.add_argument("--text", type=user_path, required=is_required, metavar="FILE", help=text)
     parser.add_argument("--beam", type=int, help="translate by a search with this beam (back-translation: samples)")
-    parser.add_argument("--folder", type=user_path, help="what is written (default: RUN-back-translation or the like)")
+    parser.add_argument("--folder", type=user_path, help="folder to write (default: RUN-back-translation or the like)")
     part = parser.add_mutually_exclusive_group()
     part.add_argument("--plan", action="store_true", help="write the recipes and plan.txt, print the stages, and stop")
     part.add_argument("--stage", metavar="NAME", help="run this stage alone, as slurm/synthesize.sh does")

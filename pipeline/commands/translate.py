@@ -6,7 +6,7 @@ prefix, have U+2581, or have characters or pieces that training never saw.
 
 With --n-best, up to N translations are printed for a line, best first, each after the line's number and a tab. With
 --scores, each translation follows its score (log-probability divided by the length penalty) and a tab. With --sample,
-translations are drawn at random, each by the seed and the number of its line. With --target-prefix or
+translations are drawn at random, each from the seed and the number of its line. With --target-prefix or
 --target-prefixes, translations begin with a given text.
 """
 

@@ -11,8 +11,8 @@
 - `_SubprocessScriptLauncher`, `_call_children_scripts` and `DDPStrategy._configure_launcher`: give rank 0 time to
   report an error before it is killed because another rank has ended. No public alternative.
 - The `scaler` of `MixedPrecision` may be None: leave the scaling of the loss to the module. No public alternative.
-- `WeightAveraging._average_model` and `_device`: keep the average on the weights' device, which is not known when the
-  callback is made. No public alternative.
+- `WeightAveraging._average_model` and `_device`: keep the average on the device of the weights, which is not known when
+  the callback is created. No public alternative.
 """
 
 import os
@@ -85,7 +85,7 @@ def call_as_step(trainer: Trainer, method: str, *arguments: Any) -> Any:
 
 
 class RankObserver(threading.Thread):
-    """Ends rank 0 and the other ranks some time after one of them has failed.
+    """Ends rank 0 and the other ranks some seconds after one of them has failed.
 
     Lightning's own observer does so at once, with SIGKILL: rank 0 could not report its error, and the run's exit code
     would be that of the signal. An error of all ranks, such as a full disk, rarely ends them at the same moment.

@@ -64,7 +64,7 @@ class Recipe:
 
     @contextmanager
     def naming_places(self) -> Iterator[None]:
-        """Prefix the message of an InputError that begins with a key by the key's file and line."""
+        """Put a key's file and line before the message of an InputError that begins with the key."""
         try:
             yield
         except InputError as error:
@@ -153,7 +153,7 @@ def recipe_from_dict(recipe: Mapping[str, object]) -> Recipe:
         values = plain_copy(recipe)
     except RecursionError:
         raise InputError("the recipe: values are nested too deeply, or one contains itself; write them out") from None
-    # Named as a file of the current folder would be.
+    # `extends` is relative to the current folder, as in a file there.
     own_places = _places(values) if "extends" in values else {}
     values = extended(values, own_places, Path("the recipe"), places, ())
     return _checked(values, places, [])

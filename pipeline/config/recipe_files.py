@@ -247,7 +247,7 @@ def copy_recipe(name: str, to: Path | None) -> list[Path]:
 
 
 def _with_bases(path: Path, target: Path) -> dict[Path, str]:
-    """Return the texts of copies of a recipe and of the recipes that it extends, all in one folder."""
+    """Return the texts of the copies, in one folder, of a recipe and of the recipes that it extends."""
     texts: dict[Path, str] = {}
     while True:
         if target in texts:

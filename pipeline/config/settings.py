@@ -41,7 +41,7 @@ class RunSettings:
     metrics: list[Literal["ter", "chrf2++"]] = field(default_factory=list)
     """Further metrics of validation and `evaluate`, as sacreBLEU computes them: ter, chrf2++."""
     patience: int | None = None
-    """Stop after this many validations without a better score of `best_by`. If null, never."""
+    """Stop after this many validations without a better score of `best_by`. If null, do not stop early."""
     bleu_tokenizer: Literal["13a", "intl", "char", "zh", "ja-mecab", "ko-mecab"] | None = None
     """sacreBLEU's tokenizer. If null, that of `corpus.target_language`. A resumed run keeps the one it began with."""
     log_every_steps: int = 50

@@ -30,8 +30,8 @@ def export(
 
     Args:
         folder: the bundle, which `check_bundle_folder` has allowed.
-        formats: see `bundle_files`, as for `quantize`.
-        text: files of sentences to compare formats on and of their references; None for the validation text's.
+        formats: see `bundle_files`, also for `quantize`.
+        text: files of the sentences to compare formats on and of their references; None for the validation text's.
     """
     path = resolve_checkpoint(checkpoint)
     print(f"exporting {path}", file=sys.stderr)

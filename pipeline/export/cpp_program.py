@@ -25,7 +25,7 @@ def require_compiled(network: Transformer) -> None:
 
 
 def write_cpp(network: Transformer, max_extra_tokens: int, folder: Path) -> None:
-    """Write `search.cpp` and `weights.bin`, which has all learned position encodings, or enough sinusoids.
+    """Write `search.cpp` and `weights.bin`, which has all learned position encodings, or sinusoids for all answers.
 
     The network is one for which `require_compiled` raises nothing.
     """
@@ -40,7 +40,7 @@ def write_cpp(network: Transformer, max_extra_tokens: int, folder: Path) -> None
 
 
 def compile_cpp(folder: Path) -> ctypes.CDLL:
-    """Compile the program in a folder and load it. It runs with this process's rights, so write it just before.
+    """Compile the program in a folder and load it. It runs with this process's rights: write it just before the call.
 
     Raises:
         InputError: the program does not compile, or cannot be loaded.

@@ -37,7 +37,7 @@ def write_ctranslate2(
     """
     specification = _specification(network, tokenizer)
     specification.validate()
-    # Detects that the three embedding matrices are tied.
+    # This detects that the three embedding matrices are tied.
     specification.optimize(quantization=quantization)
     folder.mkdir(parents=True, exist_ok=True)
     specification.save(str(folder))

@@ -2,11 +2,11 @@
 
 The program takes ids [B, S] and a mask [B, S] and returns what `BeamSearch.beam` returns. Beam size, length penalty,
 stop rule, number of answers and largest number of extra tokens are constants. Each sentence has N hypotheses from the
-first step on, of which all but one then have probability 0.
+first step on; at that step, all but one have probability 0.
 
-A `while_loop` keeps the shapes of its tensors, and its steps return new ones: they copy the cache. So the search is a
-chain of such loops. Between two of them finished sentences leave, and the cache grows; the last has room for the
-longest answer that the batch allows.
+A `while_loop` cannot change the shapes of its tensors, and each of its steps returns new tensors, so it copies the
+cache. The search is therefore a chain of such loops: between two of them, finished sentences leave and the cache grows.
+The last loop has room for the longest answer that the batch allows.
 
 Shapes: B sentences, S source length, N hypotheses per sentence, M answers per sentence, L length of the longest allowed
 answer.
@@ -235,7 +235,7 @@ class SearchProgram(nn.Module):
 
 
 class _State(NamedTuple):
-    """The state of the search, which a step takes and returns: B sentences of a stage, and room for L positions."""
+    """The state of the search, which a step takes and returns: B sentences of one loop, and room for L positions."""
 
     place: Tensor
     """int64 [], the position of the tokens that the step reads."""
@@ -263,7 +263,7 @@ class _State(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """The sentences that a stage of the search decodes, b of them."""
+    """The b sentences that one loop of the search decodes."""
 
     sentences: Tensor
     """int64 [b], their indices in the program's input."""
@@ -346,7 +346,7 @@ def exported_search(search: SearchProgram) -> torch.export.ExportedProgram:
     for graph in graphs:
         for node in graph.find_nodes(op="call_function", target=torch.sym_sum):
             _replace_by_additions(graph, node)
-    # Bounds of sizes that no graph has, about each of which `torch.export.load` would print a warning.
+    # Remove bounds of sizes that no graph has: `torch.export.load` would warn of each.
     used = {symbol for graph in graphs for node in graph.nodes for symbol in free_symbols(node.meta.get("val"))}
     for symbol in program.range_constraints.keys() - used:
         del program.range_constraints[symbol]

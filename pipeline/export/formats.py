@@ -56,7 +56,7 @@ class Runner:
     """A loaded format that translates ids, by the settings of the checkpoint. Sources are ids with the end symbol."""
 
     own_beam = False
-    """Whether its beam search follows this project's rules, and must find the same as the checkpoint's search."""
+    """Whether its beam search follows this project's rules, and must find the answers of the checkpoint's search."""
     n_best: int | None = None
     """Number of answers to a sentence that its beam search returns, if `own_beam`; None for the whole beam."""
     has_beam = True
@@ -80,7 +80,7 @@ class Runner:
         return []
 
     def _longest_answer(self, source_length: int) -> int:
-        """Return the number of tokens, the end symbol among them, that an answer may have."""
+        """Return the maximum number of tokens of an answer, including the end symbol."""
         longest = source_length + self.settings.max_extra_tokens
         return min(longest, self.max_positions) if self.max_positions else longest
 

@@ -1,4 +1,4 @@
-"""Comparison of a bundle's formats with the checkpoint on real sentences, for `parity.json`.
+"""Compares a bundle's formats with the checkpoint on real sentences, for `parity.json`.
 
 The truth is the checkpoint's network in float64. Searches in float32 agree with it up to a tolerance that follows from
 the network and the text, not from a processor: the change of an answer's log-probability when the float64 network gets
@@ -36,9 +36,9 @@ from pipeline.inference.translator import LONGEST
 WARM_UP = 5
 """Number of sentences that are searched twice before the time is measured: TorchScript optimizes at the second call."""
 DISTURBED_ANSWERS, DISTURBANCES, SAFETY = 16, 8, 4
-"""The tolerance is `SAFETY` times the largest change of this many answers, each disturbed this many times."""
+"""The tolerance is `SAFETY` times the largest change of `DISTURBED_ANSWERS` answers in `DISTURBANCES` trials each."""
 LARGEST_TOLERANCE = 0.1
-"""A network that changes the probability of an answer by more than a tenth when float32 rounds has no right answer."""
+"""Limit on the tolerance: if rounding to float32 changes log-probabilities by more, formats cannot be compared."""
 
 OUTCOMES = ("equal", "tied", "different")
 """How two answers compare. They tie if the truth gives them the same score, up to twice the tolerance."""
@@ -66,7 +66,7 @@ def parity_text(model: TrainedModel, source: Path | None, reference: Path | None
         InputError: the text cannot be read, is empty, or is missing.
     """
     best_by = model.recipe["run"]["best_by"]
-    metric = best_by if best_by in METRICS else "bleu"  # One from outside may not be registered here.
+    metric = best_by if best_by in METRICS else "bleu"  # An extension's metric may not be registered here.
     if source is not None:
         sources, references = (read_sentences(source), None) if reference is None else paired_texts(source, reference)
         if not any(map(len, model.tokenizer.encode(sources))):  # U+2581 and the like are no pieces
@@ -247,7 +247,7 @@ class Parity:
             [(source, answer.tokens) for source, answer in zip(self.sources, answers, strict=True)]
         )
         for source, ours, theirs, score in zip(self.sources, self.greedy, answers, true, strict=True):
-            # Tokens after the first ones that differ do not count for a tie.
+            # Tokens after the first difference do not count for a tie.
             pairs = enumerate(zip_longest(ours.tokens, theirs.tokens), start=1)
             end = next((length for length, pair in pairs if pair[0] != pair[1]), None)
             outcomes.append(self._outcome(source, ours.tokens[:end], theirs.tokens[:end], 0.0))

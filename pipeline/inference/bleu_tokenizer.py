@@ -1,4 +1,4 @@
-"""The tokenizer of BLEU: named by the recipe, or chosen by the target language."""
+"""BLEU's tokenizer: named by the recipe, or chosen by the target language."""
 
 import re
 import sys

@@ -32,7 +32,7 @@ from pipeline.inference.text_io import SentenceWarnings, output_file, require_as
 from pipeline.inference.translator import Translator
 
 TOKENIZED_LINES = 100
-"""Number of translations that must look tokenized for a warning; sacreBLEU's."""
+"""Number of translations that must look tokenized for a warning, as in sacreBLEU."""
 
 
 class Scored(NamedTuple):
@@ -49,7 +49,7 @@ class Scored(NamedTuple):
     tokenizer: str
     """BLEU's tokenizer."""
     requested: list[str]
-    """Names of further metrics."""
+    """Names of further metrics; see `metrics_on`."""
     language: str | None
     """The references' language code to add the scores of `--paper`; None to leave them out."""
 
@@ -89,7 +89,7 @@ def evaluate(
         text = text_of_model(translators[0], arguments)
         for path, numbers in zip(arguments.scores, scores, strict=True):
             require_as_many(path, numbers, len(text.sources))
-    settings_of_scores = judges_of(translators[0], arguments, text)
+    settings_of_scores = score_settings(translators[0], arguments, text)
     translated = [translations(translator, text, options) for translator in translators]
     names = [translator.name for translator in translators]
     scored = Scored(names, translated, text.references, scores, *settings_of_scores)
@@ -150,10 +150,10 @@ def translations(translator: Translator, text: EvaluationText, options: SearchOp
     return [answer.text for answer in answers]
 
 
-def judges_of(
+def score_settings(
     translator: Translator, arguments: argparse.Namespace, text: EvaluationText
 ) -> tuple[str, list[str], str | None]:
-    """Return the last settings of `Scored` according to the checkpoint's recipe and the options; print warnings.
+    """Return the last three fields of `Scored`, by the checkpoint's recipe and the options; print warnings.
 
     Raises:
         InputError: the recipe's tokenizer is not installed, or `--paper` was not made for the language or the text.

@@ -46,13 +46,13 @@ class EvaluationText(NamedTuple):
 
 
 def text_of_files(name: str, source: str, prefix: str | None, texts: list[list[str]]) -> EvaluationText:
-    """Return the text of one source, from its sentences and one list of references or several."""
+    """Return the text of one source, from its sentences and one or more lists of references."""
     sources, *references = texts
     return EvaluationText(name, sources, references, [prefix] * len(sources), [source] * len(sources))
 
 
 def text_of_recipe(corpus: PlainValues) -> EvaluationText:
-    """Return the text of `corpus.test`, each source once. Pairs with invalid UTF-8 are left out, or an error.
+    """Return the text of `corpus.test`, each source once. Pairs with invalid UTF-8 are left out or raise an error.
 
     Raises:
         InputError: the recipe names no test text, a source cannot be read or has sides of unequal length, or no pair is
@@ -90,7 +90,7 @@ def require_test_set(name: str) -> None:
 
 
 def text_of_test_set(name: str, source_language: str, target_language: str, prefix: str | None) -> EvaluationText:
-    """Return the text of a test set of sacreBLEU for a model's languages, which a region or script may follow.
+    """Return the text of a test set of sacreBLEU for a model's languages, whose names may end with a region or script.
 
     Raises:
         InputError: there is no such set, it lacks the pair of languages, or it is not in sacreBLEU's folder and cannot

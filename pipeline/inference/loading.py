@@ -1,4 +1,4 @@
-"""Loads a `Translator` from a path: the network of a checkpoint, a run folder or a bundle, on a device."""
+"""Loads a `Translator` from the path of a checkpoint, a run folder or a bundle to a device."""
 
 import sys
 import warnings

@@ -77,7 +77,7 @@ _SAMPLING: dict[str, tuple[type, str, str]] = {
     "temperature": (float, "T", "divide logits by T: below 1, probable pieces are drawn more often (default: 1)"),
     "top_k": (int, "K", "draw each piece from the K most probable ones (default: all)"),
     "top_p": (float, "P", "draw each piece from the fewest that have P of the probability together (default: 1)"),
-    "seed": (int, "N", "another seed draws other translations (default: 0)"),
+    "seed": (int, "N", "seed of the random draws (default: 0)"),
 }
 
 

@@ -1,4 +1,4 @@
-"""What a model reads of a text: its pieces, and which of them training never saw."""
+"""The pieces that a model reads of a text, and which of them training never saw."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -62,7 +62,7 @@ def _first_strange(tokenizer: Tokenizer, sentence: str, ids: list[int], never_se
 
 
 def piece_report(settings: CorpusSettings, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
-    """Yield lines about the pieces of a corpus's texts, and for each line whether it names a likely mistake.
+    """Yield lines about the pieces of a corpus's texts, each with whether it names a likely mistake.
 
     The first training pairs are shown as pieces. Lines of the validation and test text with pieces that training never
     saw are counted.

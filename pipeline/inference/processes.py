@@ -46,7 +46,7 @@ def run_on_devices(work: Work, devices: list[str]) -> None:
         InputError: a process has found a mistake of the user.
         WorkerError: a process was killed, ran out of memory, or has failed otherwise.
     """
-    # A device's share of the processors, but no more threads than this process, such as OMP_NUM_THREADS.
+    # A device's share of the processors, but no more threads than this process has, such as by OMP_NUM_THREADS.
     num_threads = max(1, min(torch.get_num_threads(), num_processors() // len(devices)))
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []

@@ -20,7 +20,7 @@ Alignment = list[tuple[int, int]]
 """Pairs of a source and a target word, counted from 0."""
 
 Pieces = list[tuple[str, float]]
-"""A sentence's pieces, the end symbol last, each with its log-probability after those before it."""
+"""A sentence's pieces, the end symbol last, each with its log-probability given the pieces before it."""
 
 _BATCH_TOKENS = 2048
 """Upper bound on the padded tokens of a batch on either side."""
@@ -43,7 +43,7 @@ def score_pieces(
     device: torch.device | str = "cpu",
     finished: Callable[[int], object] = lambda count: None,
 ) -> list[list[float]]:
-    """Return the log-probability of each target token after those before it; none for a pair of empty sentences.
+    """Return the log-probability of each target token given those before it; none for a pair of empty sentences.
 
     Args:
         network: maps source ids [B, S], target ids [B, T] with the begin symbol, and a mask [B, S] that is False at
@@ -87,7 +87,7 @@ def score_targets(
     length_penalty: float,
     finished: Callable[[int], object] = lambda count: None,
 ) -> tuple[list[Hypothesis], list[Pieces]]:
-    """Return each target, of `texts`, with its score, computed as `translate` does, and its pieces with theirs.
+    """Return each target as a hypothesis with its text in `texts`, scored as by `translate`, and its pieces.
 
     A pair of empty sentences has no pieces. `network` is a `PaddedTransformer`, or the one in an exported `BeamSearch`;
     see `score_pieces` for other arguments.
@@ -124,8 +124,8 @@ def align_words(
 
     The weights are the mean of all heads of the upper half of the decoder's layers, at the positions where the word's
     pieces are predicted. A word that attends most to the end symbol is left out. Of single layers, the last or the one
-    before it is best, depending on the network, and the mean is no worse. Where the pieces are the decoder's input, one
-    position later (Chen et al. 2020, https://arxiv.org/abs/2004.14837), only lower layers of long trainings align.
+    before it is best, depending on the network, and the mean is no worse. One position later, where the pieces are the
+    decoder's input (Chen et al. 2020, https://arxiv.org/abs/2004.14837), only lower layers align, after long training.
 
     Args:
         network: a network in evaluation mode.
@@ -177,7 +177,7 @@ class Scorer:
     """Scores windows of pairs with one model, and counts the lines with defects."""
 
     def __init__(self, translator: Translator) -> None:
-        """The search of `translator` holds a network, so it is no `CompiledSearch`."""
+        """The search of `translator` must hold a network, which a `CompiledSearch` does not."""
         self._translator, self._network = translator, translator.search.network
         self.warnings = SentenceWarnings(translator.prefixes, translator.max_source_tokens, translator.name)
 

@@ -1,4 +1,4 @@
-"""A large text, translated by any number of processes of any number of machines that share a folder.
+"""Translates a large text with any number of processes on any number of machines that share a folder.
 
 The text is divided into shards of lines. A process locks a shard, translates it, and writes it whole or not at all. The
 lock ends with the process, so that another process takes the shard of one that has died. The first process to find all
@@ -39,7 +39,7 @@ class Task:
     output: Path
     """The file of all translations."""
     shard_lines: int
-    """Number of lines of a shard: a multiple of `CHUNK`, so that the same lines are batched as by one process."""
+    """Number of lines of a shard: a multiple of `CHUNK`, so that lines are batched as by a single process."""
     options: PlainValues
     """Options that the translations depend on; with `n_best`, a line may have several translations."""
     num_processes: int = 1
@@ -136,7 +136,7 @@ class Shards:
     def _order(self) -> list[int]:
         """Return the shards in the order in which this process tries to take them.
 
-        Processes and tasks of a job array begin at different places, so that each has many shards in succession.
+        Processes and tasks of a job array begin at different places, so that each takes many consecutive shards.
         """
         place = int(os.environ.get("SLURM_ARRAY_TASK_ID", 0)) - int(os.environ.get("SLURM_ARRAY_TASK_MIN", 0))
         place = place * self._task.num_processes + self._number

@@ -20,7 +20,7 @@ CHUNK = 2048
 
 
 class Defects(NamedTuple):
-    """Ways in which a model does not read a sentence as it is written."""
+    """How a model's reading of a sentence differs from what is written."""
 
     is_cut: bool = False
     """It is longer than the network reads."""
@@ -127,7 +127,7 @@ def read_numbers(path: Path) -> list[float]:
     """Return the number on each line of a file.
 
     Raises:
-        InputError: the file cannot be read, or a line is no finite number.
+        InputError: the file cannot be read, or a line is not a finite number.
     """
     numbers = []
     for place, line in enumerate(read_sentences(path), 1):
@@ -198,7 +198,7 @@ def read_pairs(source: Path, target: Path, is_list: bool, *, warn: bool = True) 
 
 
 def _lists(lines: Iterable[str], path: Path) -> Iterator[list[str]]:
-    """Yield the translations of each source line from an n-best list, whose scores are left out."""
+    """Yield the translations of each source line from an n-best list, without their scores."""
     translations: list[str] = []
     number = 1
     for place, line in enumerate(lines, 1):

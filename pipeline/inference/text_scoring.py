@@ -32,7 +32,7 @@ class ScoredPair(NamedTuple):
 
 
 def score_text(arguments: argparse.Namespace, pairs: Iterator[Pair], total: int | None) -> None:
-    """Score pairs, of which `total` are known to follow, and print the result of each.
+    """Score pairs and print the result of each; `total` is their number, None if it is not known.
 
     Raises:
         InputError: a model cannot be read, the models do not belong together, or the pairs cannot be read.
@@ -84,7 +84,7 @@ def score_windows(
 
     Args:
         models: the model, and one of the opposite direction if there is one.
-        prefix: put before each source sentence for the first model; words of alignments are counted without it.
+        prefix: put before each source sentence for the first model; alignments count words without it.
     """
     scorers = [Scorer(model) for model in models]
     with progress_bar("scoring", total, smoothing=0) as bar:
@@ -133,7 +133,7 @@ def _cost(scored: ScoredPair, strange: list[set[str]]) -> float:
 
 
 def _write_kept(arguments: argparse.Namespace, costs: np.ndarray) -> None:
-    """Write the pairs of the least costs, float64 [pairs], to the files of `--kept-source` and `--kept-target`.
+    """Write the pairs of lowest cost to the files of `--kept-source` and `--kept-target`; `costs` is float64 [pairs].
 
     Raises:
         InputError: no pair can be kept.

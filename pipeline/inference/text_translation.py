@@ -23,7 +23,7 @@ from pipeline.inference.text_io import CHUNK, SentenceWarnings, count_lines, req
 from pipeline.inference.translator import Translator
 
 _NOT_IN_TRANSLATIONS = {"checkpoint", "source", "output", "shard_lines", "devices", "overrides", "target_prefixes"}
-"""Arguments that do not change translations, or whose files are compared by their contents."""
+"""Arguments that do not change translations, or that name files whose contents are compared."""
 
 
 def translate_text(arguments: argparse.Namespace, options: SearchOptions, stream: BufferedReader) -> int:
@@ -36,7 +36,7 @@ def translate_text(arguments: argparse.Namespace, options: SearchOptions, stream
             stream.close()  # The file is opened again for each run of shards.
             _write_shards(arguments, options, _task(arguments, len(devices)), devices)
         elif len(devices) == 1 or stream.isatty():
-            # Someone who types sentences needs each translation at once.
+            # A user who types sentences needs each translation at once.
             _print_translations(arguments, options, stream, 1 if stream.isatty() else CHUNK)
         else:
             _print_shards(arguments, options, stream, devices)
@@ -133,7 +133,7 @@ def _translated(
 ) -> Iterator[tuple[int, str]]:
     """Yield the number of each line, and the text to print for it.
 
-    A run is consecutive lines, with the number of the first; see `Translator.translate_lines` for the last arguments.
+    A run has consecutive lines and the number of the first; see `Translator.translate_lines` for the last arguments.
     """
     warnings = SentenceWarnings(translator.prefixes, translator.max_source_tokens)
     for first, run in runs:

@@ -26,10 +26,10 @@ def length_batches(
 ) -> Iterator[list[int]]:
     """Yield the indices of each batch, longest sentences first because they need the most memory.
 
-    A batch ends before it would exceed `max_tokens` padded tokens or `max_sentences`; a longer sentence is alone. It
-    also ends where the length changes once it is half full, because a batch of one length needs no mask; with
-    `one_length`, wherever the length changes. Sentences shorter than `SHORTEST` count as that long, so a batch has at
-    most `max_tokens / SHORTEST` sentences. Sentences of one token, the end symbol, are left out.
+    A batch ends before it would exceed `max_tokens` padded tokens or `max_sentences`; a longer sentence is a batch of
+    its own. Once it is half full, a batch also ends where the length changes, because sentences of one length need no
+    mask; with `one_length`, it ends wherever the length changes. Sentences shorter than `SHORTEST` count as that long,
+    so a batch has at most `max_tokens / SHORTEST` sentences. Sentences of one token, the end symbol, are left out.
     """
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
@@ -72,7 +72,7 @@ class Translation(NamedTuple):
     hypotheses: list[Hypothesis]
     """The n best hypotheses, best first; fewer if the search found fewer."""
     defects: Defects = Defects()
-    """Ways in which the sentence was not read as it is written."""
+    """How the model's reading of the sentence differs from what is written."""
     ids: tuple[int, ...] = ()
     """Ids of the pieces of the best hypothesis, as the search chose them, with the end symbol."""
 
@@ -83,9 +83,9 @@ class Translation(NamedTuple):
 
 
 SEARCHED = 2048
-"""Maximum number of sentences in a call of a compiled search, of which each thread decodes a few at a time."""
+"""Maximum number of sentences in a call of a compiled search; each thread decodes a few of them at a time."""
 BATCH_TOKENS = 4096
-"""Upper bound on the padded source tokens that another search decodes at the same time; see `length_batches`."""
+"""Upper bound on the padded source tokens that any other search decodes at the same time; see `length_batches`."""
 LONGEST = 1024
 """Limit on the tokens of a source; the time of attention grows with the square of the length."""
 EMPTY = Hypothesis("", 0.0, 0.0, 0)
@@ -226,7 +226,7 @@ class Translator:
         prefix = None
         if any(target_prefixes):
             prefix = padded(target_prefixes, self.tokenizer.pad_id)[0].to(self.device)
-            # A bundle's search, in TorchScript, has a schema.
+            # Only a bundle's search, which is in TorchScript, has a schema.
             if "target_prefix" not in str(getattr(self.search.beam, "schema", "target_prefix")):
                 raise InputError(f"{self.name}: was exported by a version without target prefixes; export it again")
         if isinstance(self.search, CompiledSearch):

@@ -29,7 +29,7 @@ _PALETTE = [level * (255 - dark) // 15 + dark for level in range(16) for dark in
 _FONT = "DejaVu Sans"
 """Comes with matplotlib: Latin, Greek, Cyrillic, Arabic, Hebrew, Armenian and Georgian."""
 _TEXT: dict[str, Any] = {"family": [_FONT], "fontsize": 8.5, "color": "black", "parse_math": False, "usetex": False}
-_TEXT["transform"] = None  # places are in pixels, from the lower left corner
+_TEXT["transform"] = None  # Positions are in pixels from the lower left corner.
 _family_of: dict[str, str | None] = {}
 """Character -> the family of fonts that draws it; None if no font has a glyph."""
 AXES = {
@@ -46,7 +46,7 @@ class Labels(NamedTuple):
     by_axis: dict[str, list[str]]
     """For "source", "next" and "previous", the names in `AXES`."""
     note: str
-    """One line about pieces that are numbered because no font can draw them; empty if all can be drawn."""
+    """One line about pieces that are shown as numbers because no font can draw them; empty if all can be drawn."""
     families: list[str]
     """Families of fonts that together have glyphs for all labels."""
 
@@ -143,7 +143,7 @@ def _families(characters: set[str]) -> dict[str, str | None]:
 
 
 def _draw_labels(rows: list[str], columns: list[str], families: list[str]) -> NDArray[np.uint8]:
-    """Return the gray values of labels around a matrix. They are drawn only once, because drawing text is slow."""
+    """Return the gray values of the labels around a matrix, drawn once for all panels because drawing text is slow."""
     width, height = CELL_SIZE * len(columns), CELL_SIZE * len(rows)
     figure = _figure(height + _MARGIN, _MARGIN + width)
     style = _TEXT | {"family": families}

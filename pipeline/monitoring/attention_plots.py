@@ -1,4 +1,4 @@
-"""Images at each validation: attention weights and position encodings, and the embeddings for the projector."""
+"""At each validation, logs images of attention and position encodings, and embeddings for the projector."""
 
 from itertools import zip_longest
 from types import ModuleType
@@ -20,7 +20,7 @@ from pipeline.monitoring.validation_samples import ValidationSamples
 _MAX_PIECES = 40
 """Sentences are cut to this many pieces."""
 _PREFERRED_PIECES = 16
-"""By default, the sentences of about this length are drawn."""
+"""By default, sentences of about this length are drawn."""
 _MAX_HEADS = 8
 _MAX_COUNTED_TOKENS = 5_000_000
 _MAX_POSITIONS = 128

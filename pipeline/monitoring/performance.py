@@ -1,7 +1,7 @@
 """How well training uses the machine: model FLOPs utilization, and ranks that are slower than the others.
 
-Model FLOPs utilization (MFU) is the FLOPs that a step needs over those that the machine could do in the same time. The
-machine's rate is not a vendor's figure: it is measured with a large matrix product in the precision of training.
+Model FLOPs utilization (MFU) is the FLOPs that a step needs divided by those that the machine could do in the same
+time. The machine's rate is measured with a large matrix product in the precision of training, not a vendor's figure.
 """
 
 import statistics
@@ -112,7 +112,7 @@ class MatrixProduct:
 class Stragglers:
     """Compares the ranks' own step times, and reports each slow rank once.
 
-    A rank's own time does not include waiting for other ranks: with it, all ranks would take equally long.
+    A rank's own time does not include waiting for other ranks: if it did, all ranks would take equally long.
     """
 
     def __init__(self, nodes: list[str]) -> None:

@@ -130,7 +130,7 @@ class RunMetadata(Callback):
 
 
 def compared_metrics(best_by: str) -> list[str]:
-    """Return the metrics of the HParams tab, first the one that chooses the best validation."""
+    """Return the metrics of the HParams tab, the one that chooses the best validation first."""
     return list(dict.fromkeys([best_tag(best_by), validation_tag(best_by), *COMPARED_METRICS]))
 
 
@@ -212,7 +212,7 @@ def record_start(log: RunLog, job: JobStep | None, backend: dict[str, str]) -> l
 
 
 def first_submission(starts: list[PlainValues]) -> float:
-    """Return when the run was first submitted, in seconds since the epoch; ignore clocks behind the first start's."""
+    """Return when the run was first submitted, in seconds since the epoch; starts with a clock behind are ignored."""
     return min(start["submitted"] for start in starts if start["began"] >= starts[0]["began"])
 
 

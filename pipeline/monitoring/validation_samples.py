@@ -1,4 +1,4 @@
-"""Scores of the validation's translations, and tables of source, reference and translation."""
+"""Scores the translations of a validation, and logs tables of source, reference and translation."""
 
 import heapq
 import math
@@ -74,7 +74,7 @@ class ValidationSamples(Callback):
         self.best_score: float | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise InputError if ranks count different tokens, because nodes have different packages."""
+        """Raise InputError if BLEU's tokenizer differs between ranks because nodes have different packages."""
         names = value_of_each_rank(self._bleu_tokenizer)
         if len(set(names)) > 1:  # All ranks raise the error and end in the same way.
             counted = ", ".join(f"{name} on rank {names.index(name)}" for name in sorted(set(names), key=names.index))

@@ -1,7 +1,7 @@
 """Chooses the backend of a run and the search of a device: the only place that decides which implementation runs.
 
-Beside plain PyTorch there are the fast paths of `model/fast/`. Programs that are compiled on this machine are compared
-with plain PyTorch here, before they are used.
+Besides plain PyTorch there are the fast paths of `model/fast/`. Programs that are compiled on this machine are compared
+with plain PyTorch here before they are used.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ _SEARCHES_IN_FLOAT32 = 256
 def choose_backend(
     kernels: str | None, compiles: bool | None, options: TrainerOptions, network: NetworkSettings
 ) -> Backend:
-    """Return the backend of training: as the recipe says, or else PyTorch and, on a CPU, compiled programs.
+    """Return the backend of training: what the recipe names, or else PyTorch and, on a CPU, compiled programs.
 
     Programs are compiled and compared with PyTorch's operators here, which takes some seconds the first time.
     `kernels` and `compiles` are the recipe's `run.kernels` and `run.compile`.
@@ -175,7 +175,7 @@ def flash_takes(options: TrainerOptions, network: NetworkSettings) -> bool:
 def choose_search(
     device: str, network: Transformer, bos_id: int, eos_id: int, pad_id: int
 ) -> Transformer | search_program.CompiledSearch:
-    """Return the fastest search on a device. On a CPU, the network can be used for nothing else afterwards."""
+    """Return the fastest search on a device. On a CPU, the network cannot be used for anything else afterwards."""
     if device != "cpu":
         return network
     lacking = search_program.unsupported(network.settings)

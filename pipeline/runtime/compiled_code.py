@@ -64,8 +64,8 @@ def load_program(program: Program[Loaded]) -> Loaded:
             opened = _open_own(path)
     if opened is None:
         raise OSError(f"{path}: is not this user's alone")
-    # Load the file that was checked, by its descriptor. It stays open: the loader would take a second library with the
-    # same name for the first one.
+    # Load the file that was checked, by its descriptor. The descriptor stays open: a second library with the same name
+    # would be taken for the first one.
     name = Path(f"/proc/self/fd/{opened}")
     try:
         return program.load(name if name.exists() else path)
@@ -200,7 +200,7 @@ def missing_compiler() -> str | None:
 
 
 def keep_compiled_code() -> None:
-    """Set the folder of the compilers' caches to one that outlives the job, unless the user has set it.
+    """Set the compilers' cache folders to ones that outlive the job, unless the user has set them.
 
     See `compiled_code_folder`. Call this before anything is compiled.
 

@@ -1,4 +1,4 @@
-"""The program's output: messages on standard error, mistakes in one line, hidden warnings, and UTF-8 streams."""
+"""The program's output: messages on standard error, mistakes in one line, warnings to hide, and UTF-8 streams."""
 
 import codecs
 import locale
@@ -147,7 +147,7 @@ def open_closed_streams() -> None:
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            descriptor = os.open(os.devnull, os.O_RDWR)  # the number of the closed one
+            descriptor = os.open(os.devnull, os.O_RDWR)  # It gets the number of the closed one.
             os.set_inheritable(descriptor, True)
             setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8"))
 

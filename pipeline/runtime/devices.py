@@ -111,7 +111,7 @@ def mixed_processors_mistake(optimizer: str, processors: Sequence[str]) -> str |
 
 
 def best_precision(accelerator: object) -> str:
-    """Return bf16 mixed precision if the hardware has bfloat16 matrix products, else float32."""
+    """Return mixed precision with bfloat16 if the hardware has bfloat16 matrix products, else float32."""
     if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
         return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
     has_products = torch.cpu.get_capabilities().get("avx512_bf16", False)

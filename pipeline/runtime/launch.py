@@ -37,11 +37,9 @@ LOOPBACK = "127.0.0.1"
 """Address to which only processes of this machine can connect."""
 
 RANKS_MISSING = 69
-"""Exit code of `doctor` if ranks are missing or do not respond. It is no mistake of the user, so the job starts again.
+"""Exit code of `doctor` if ranks are missing or do not respond, name servers do not answer, or rank 0's port is in use.
 
-It is also used if name servers do not answer or rank 0's port is in use, because the next start may succeed.
-
-In sysexits.h the code means that a service is unavailable.
+The next start may succeed, so the job starts again. In sysexits.h the code means that a service is unavailable.
 """
 
 

@@ -24,7 +24,7 @@ def keep_freed_memory() -> None:
 
 
 def release_freed_memory() -> None:
-    """Return freed memory to the system: with `keep_freed_memory` and changing block sizes, gaps accumulate."""
+    """Return freed memory to the system. After `keep_freed_memory`, blocks of changing sizes leave ever more gaps."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
@@ -88,7 +88,7 @@ def can_measure_peak() -> bool:
 
 
 def peak_during(work: Callable[[], None]) -> int:
-    """Run `work`; return the peak of resident memory meanwhile, in bytes."""
+    """Run `work`; return the peak of resident memory during it, in bytes."""
     _RESIDENT_PEAK_RESET.write_text("5", encoding="utf-8")
     work()
     status = Path("/proc/self/status").read_text(encoding="utf-8")

@@ -28,7 +28,7 @@ class StrangerError(RendezvousError):
 
 
 def set_key(token: str, start: str) -> None:
-    """Sign and check messages from now on with a key that follows from a token and the name of the start."""
+    """From now on, sign and check messages with a key that is derived from a token and the name of the start."""
     global _key
     _key = hmac.digest(token.encode(), start.encode(), "sha256")
 

@@ -5,7 +5,7 @@ its store at a port that the system chooses, and also listens at the meeting por
 store's port in a signed message, and nothing is read from that connection. A rank accepts only messages that are signed
 with the token of its own start, and ignores another run or program that listens there.
 
-A rank of this start that was started with another recipe, run folder or number of ranks than rank 0 ends all ranks.
+If a rank was started with another recipe, run folder or number of ranks than rank 0, all ranks end with an error.
 """
 
 import errno
@@ -105,7 +105,7 @@ class Rendezvous:
 
     @classmethod
     def of_job(cls, job: JobStep) -> "Rendezvous":
-        """Return the meeting of a job step's ranks, with a timeout that grows with their number.
+        """Return the rendezvous of a job step's ranks, with a timeout that grows with their number.
 
         Raises InputError if the environment gives no valid address or port.
         """
@@ -344,7 +344,7 @@ class Rendezvous:
         return outcome
 
     def _missing(self, store: dist.Store) -> str:
-        """Return the ranks that have not connected, and the nodes without any that has; empty if all have connected."""
+        """Return the missing ranks, and the nodes from which no rank has connected; empty if all have connected."""
         missing = silent_ranks(store, [_connected(rank) for rank in range(self.size)])
         heard = {read(store, _connected(rank))["node"] for rank in range(self.size) if rank not in missing}
         silent = [node for node in self.nodes if node not in heard]
@@ -390,7 +390,7 @@ def _connected(rank: int) -> str:
 
 
 def _own_part(store: dist.Store) -> dist.Store:
-    """Return the part of a store under a prefix that only the ranks of this start know."""
+    """Return a view of a store under a prefix that only the ranks of this start know."""
     return dist.PrefixStore(signature("store"), store)
 
 

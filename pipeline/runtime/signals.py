@@ -76,7 +76,7 @@ def raise_if_stopped(where: str) -> None:
 
 @contextmanager
 def default_signals() -> Iterator[None]:
-    """Let stop signals, also earlier ones, end the program at once inside: for long work that loses nothing."""
+    """Inside, let stop signals end the program at once, earlier ones included: for long work that loses nothing."""
     raise_if_stopped("at the start")
     with not_recorded():
         yield
@@ -84,7 +84,7 @@ def default_signals() -> Iterator[None]:
 
 @contextmanager
 def not_recorded() -> Iterator[None]:
-    """Let stop signals end the program at once inside, instead of being recorded."""
+    """Inside, let stop signals end the program at once, instead of being recorded."""
     recorded = [signum for signum in _STOP_SIGNALS if signal.getsignal(signum) is record]
     for signum in recorded:
         signal.signal(signum, signal.SIG_DFL)
@@ -97,7 +97,7 @@ def not_recorded() -> Iterator[None]:
 
 @contextmanager
 def keyboard_interrupt_recorded() -> Iterator[None]:
-    """Treat Ctrl-C as a stop signal inside; outside it ends the program."""
+    """Inside, record Ctrl-C as a stop signal; outside, it ends the program."""
     if threading.current_thread() is not threading.main_thread():
         # Python calls handlers in the main thread, and only the main thread may set them.
         yield

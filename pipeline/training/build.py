@@ -61,14 +61,14 @@ class RunFolderSetup(Callback):
 
 
 class ResumableEarlyStopping(EarlyStopping):
-    """Lightning's EarlyStopping by `run.best_by`, with the recipe's patience also when the resumed run had another.
+    """Lightning's EarlyStopping by `run.best_by`; a resumed run uses the recipe's patience, even if it had another.
 
     It leaves a note in the run folder if it has ended the run, so that the next start does not resume it.
     """
 
     def __init__(self, start: Start, patience: int) -> None:
         self._metric = start.plan.recipe.run.best_by
-        # A score of NaN is no better score, as for the best checkpoint; it does not end the run.
+        # A score of NaN is not a better score, as for the best checkpoint, and it does not end the run.
         super().__init__(
             validation_tag(self._metric), mode=mode_of(self._metric), patience=patience, check_finite=False
         )
@@ -97,7 +97,7 @@ def special_ids(tokenizer: Tokenizer) -> SpecialIds:
 def refuse_optimizer(recipe: Recipe) -> None:
     """Raise InputError where `training.optimizer` does not fit the network.
 
-    A network of one layer each shows it, which takes a fraction of a second.
+    A network with one layer in each stack is enough to show it, which takes a fraction of a second.
     """
     settings = replace(recipe.network, num_layers=1, num_encoder_layers=None, num_decoder_layers=None)
     network = Transformer(1, settings)

@@ -1,4 +1,4 @@
-"""Checks of the machine, and whether it can train as a recipe asks."""
+"""Checks of the machine, and of whether it can train as a recipe asks."""
 
 import os
 import platform

@@ -56,7 +56,7 @@ class _Vocabulary(NamedTuple):
     rows: list[int]
     """Their ids in the Marian model."""
     adds_begin: bool
-    """Whether the begin symbol is a copy of the padding symbol."""
+    """Whether the begin symbol is added as a copy of the padding symbol."""
 
 
 def is_marian(path: Path) -> bool:

@@ -28,7 +28,7 @@ from pipeline.runtime.memory import (
 )
 
 _SLACK = 3.0
-"""On a CPU, this many times the memory of the largest micro-batches is kept between steps.
+"""On a CPU, the process keeps up to this many times the memory of the largest micro-batches between steps.
 
 With half of that, some runs returned memory to the system in every step, which cost a seventh of their time.
 """
@@ -39,7 +39,7 @@ class MemoryProbe(Callback):
     """Run the largest micro-batches forward and backward before the first step; end the run if they do not fit.
 
     Gradients and Adam's moments are allocated during the probe; the memory to copy checkpoints to is allocated before.
-    On a CPU that memory is released if the micro-batches do not fit beside it. Weights, moments, random states and the
+    On a CPU the latter is released if the micro-batches do not fit beside it. Weights, moments, random states and the
     position in the data are unchanged afterwards. On a CPU the process then keeps to the reported amount of memory.
 
     If the network is compiled, all micro-batches have the shape of the probe's. The probe runs the compiled code, so
@@ -59,7 +59,7 @@ class MemoryProbe(Callback):
         on_gpu = pl_module.device.type == "cuda"
         if not on_gpu and not can_measure_peak():
             return
-        # The optimizer creates its moments in the first step; these tensors take their place until then.
+        # The optimizer creates its moments in the first step; until then these tensors stand in for them.
         optimizer = trainer.optimizers[0]
         moments = [] if optimizer.state else [torch.ones_like(p) for p in pl_module.parameters() for _ in range(2)]
         devices = [pl_module.device] if on_gpu else []
@@ -152,7 +152,7 @@ class MemoryProbe(Callback):
 
 
 def _longest_sentences(data: TranslationDataModule, shape: RowShape, divisor: int) -> RankBatch:
-    """Return a micro-batch of a part of the largest size, of the longest sentences.
+    """Return a micro-batch of the longest sentences, of the largest size divided by `divisor`.
 
     With a kernel of attention, all micro-batches take the same memory. Plain attention takes the most memory for the
     longest sentences: as many as the longer row holds, and on the other side as long as its row allows.

@@ -15,7 +15,7 @@ from pipeline.runtime.console import say
 def prepare_and_report(settings: CorpusSettings, tokenizer: Tokenizer | None, force: bool = False) -> Manifest:
     """Prepare the corpus, and report on its pieces and pairs; return the manifest."""
     manifest = prepare(settings, tokenizer, force=force)
-    # The weights that training begins with have learned the pieces of their tokenizer.
+    # The weights with which training begins have learned the pieces of their tokenizer.
     learned = Tokenizer.load(Path(settings.folder) / TOKENIZER_NAME).also_seen(tokenizer)
     for line in (*(line for line, _ in piece_report(settings, learned)), *summary(manifest).splitlines()):
         say(line)

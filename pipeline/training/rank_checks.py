@@ -56,7 +56,7 @@ class RankGroup:
         self.location = job.location
         self.is_first_on_node = job.local_rank == 0
         self.pending: str | None = None
-        """The message if this rank hangs now; None if a hang means that rank 0 does not respond."""
+        """The message to print if this rank hangs now; None if a hang would mean that rank 0 does not respond."""
         self._num_gathered = 0
 
     @property
@@ -106,7 +106,7 @@ class RankGroup:
 
     @_rank_0_answers()
     def leave(self) -> None:
-        """Wait until rank 0 leaves, which first prints the results; rank 0 then waits for all others.
+        """Wait until rank 0 leaves, after it has printed the results; rank 0 then waits for all others.
 
         srun kills all ranks when one exits with an error, and rank 0 hosts the store: it must be ready first and end
         last.

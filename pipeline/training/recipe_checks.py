@@ -1,6 +1,6 @@
-"""Checks of a recipe that need no torch, which takes seconds to import: `fit` refuses these mistakes at once.
+"""Checks of a recipe that do not need torch, which takes seconds to import: `fit` refuses these mistakes at once.
 
-`doctor` runs the same checks, goes on after a mistake, and reads the texts as well.
+`doctor` runs the same checks, continues after a mistake, and reads the texts as well.
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -1,4 +1,4 @@
-"""The plan of a start: what a run continues, and whether it fits. `doctor` prints it, `fit` follows it."""
+"""The plan of a start: what a run continues, and whether that fits. `doctor` checks it, `fit` follows it."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,7 +47,7 @@ class Plan:
     """What a start of `fit` would do; every rank makes the same plan."""
 
     recipe: Recipe
-    """With the settings that the network has brought along from another program."""
+    """The recipe, with the settings of the network if that was imported from another program."""
     job: JobStep | None
     """The SLURM job step; None outside a job."""
     reset: bool
@@ -56,7 +56,7 @@ class Plan:
     initial: InitialWeights | None = None
     """Weights of another run for a new one (`--init-from`)."""
     notes: tuple[str, ...] = ()
-    """What the user should know: which checkpoints are damaged, and what has changed since the last start."""
+    """Lines for the user: which checkpoints are damaged, and what has changed since the last start."""
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -168,7 +168,7 @@ def _effective(network: PlainValues) -> PlainValues:
 
 def _from_checkpoint(path: Path) -> InitialWeights:
     read = read_checkpoint(resolve_checkpoint(path))
-    read.network()  # It sees that the weights fit.
+    read.network()  # It raises InputError if the weights do not fit.
     return InitialWeights(read.path, read.tokenizer, read.weights, asdict(read.recipe.network))
 
 

@@ -27,11 +27,11 @@ from pipeline.training.trainer import trainer_options
 
 
 def follow(plan: Plan, folder: RunFolder | None, further_callbacks: Sequence[Callback] = ()) -> None:
-    """Do what a plan says: prepare the corpus if it is not there, then train, unless nothing is left to train.
+    """Follow a plan: prepare the corpus if it does not exist, then train, unless nothing is left to train.
 
     `folder` is the locked run folder on rank 0, None on other ranks.
     """
-    if folder is not None:  # One rank checks, so that a mistake is said once; its exit code ends the others of a job.
+    if folder is not None:  # One rank checks, so that a mistake is reported once; its exit code ends the others.
         check_start(plan, Report())
     start = open_corpus(plan, folder)
     for note in plan.notes:
@@ -48,7 +48,7 @@ def follow(plan: Plan, folder: RunFolder | None, further_callbacks: Sequence[Cal
 
 
 def open_corpus(plan: Plan, folder: RunFolder | None) -> Start:
-    """Return the start of a plan on its corpus, which is prepared if it is not there."""
+    """Return the start of a plan on its corpus, which is prepared if it does not exist."""
     manifest = ensure_corpus(plan.recipe.corpus, plan.tokenizer)
     tokenizer = Tokenizer.load(plan.recipe.corpus_folder() / TOKENIZER_NAME)
     if plan.tokenizer is not None:
@@ -59,10 +59,10 @@ def open_corpus(plan: Plan, folder: RunFolder | None) -> Start:
 
 
 def ensure_corpus(settings: CorpusSettings, tokenizer: Tokenizer | None = None) -> Manifest:
-    """Prepare the corpus unless it is there, check it against the settings, and return its manifest.
+    """Prepare the corpus if it does not exist, else check it against the settings; return its manifest.
 
-    Of several ranks one prepares the corpus and the others wait. Only rank 0 reads the texts again to see that they are
-    unchanged, where they are available.
+    Of several ranks, one prepares the corpus and the others wait. Only rank 0 reads the texts again, where they are
+    available, to see that they are unchanged.
 
     While a corpus is being prepared, a stop signal ends every rank at once. Otherwise no rank ends by itself, because
     the others would wait for it: they agree on stopping when training starts.

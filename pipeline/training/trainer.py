@@ -137,7 +137,7 @@ def strategy(options: TrainerOptions, timeout_seconds: int = 600) -> "ConnectedD
 
 
 class ConnectedDDP(SingleStreamDDP):
-    """DDP, with gradients as views of its buckets, whose ranks name missing ranks."""
+    """DDP with gradients as views of its buckets, whose ranks name those that are missing."""
 
     def __init__(self, timeout_seconds: int) -> None:
         """Ranks wait this long for one another to connect."""
