@@ -397,7 +397,7 @@ def train(recipe: Mapping[str, object]) -> Path:
         The run folder, for `load`. The run may have stopped before its last step if `trainer.max_time` has passed.
 
     Raises:
-        InputError: a mistake in the recipe or its text, on which `fit` would end as well.
+        InputError: a mistake in the recipe or its text, with which `fit` would end as well.
         KeyboardInterrupt: after the checkpoint is saved.
     """
     from pipeline.training.fit import fit_recipe  # Lightning, which translating does not need

@@ -191,7 +191,7 @@ class SearchProgram(nn.Module):
 
     def _run(self, batch: "_Batch", state: "_State") -> "_State":
         """Search until no sentence is open or the cache is full."""
-        # All that a step reads is an input of the loop, since torch.export records no variables of the function around.
+        # All that a step reads is an input of the loop: torch.export records no variables of the enclosing function.
         parts, weights = state.flat(), dict(self.next.named_parameters())
         _, limits, source_mask, memory = batch
         constants = (limits, source_mask, *(part for layer in memory for part in layer), *weights.values())

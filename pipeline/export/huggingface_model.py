@@ -174,7 +174,7 @@ def parts(encoder_layers: int, decoder_layers: int) -> Iterator[tuple[str, int, 
 
 
 def to_marian(weights: dict[str, Tensor], depths: tuple[int, int]) -> dict[str, Tensor]:
-    """Return the weights of a `Transformer` whose d_k and d_v are equal by their Marian names.
+    """Return the weights of a `Transformer` by their Marian names; its d_k and d_v have to be equal.
 
     `depths` are the numbers of encoder and of decoder layers.
     """
@@ -215,7 +215,7 @@ def halves(d_model: int) -> Tensor:
 
 
 def _reordered(tensor: Tensor, order: Tensor, axis: int) -> Tensor:
-    """Reorder d_model, which is an axis of a weight, or all of a bias if it is axis 0."""
+    """Reorder d_model, which is `axis` of a weight, and the only axis of a bias if `axis` is 0."""
     return tensor.index_select(axis, order) if axis < tensor.dim() else tensor
 
 

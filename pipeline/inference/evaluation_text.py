@@ -1,4 +1,4 @@
-"""The text that `evaluate` scores: two files, the recipe's test text by source, or a test set by name."""
+"""The text that `evaluate` scores: given files, the recipe's test text by source, or a test set by name."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ class EvaluationText(NamedTuple):
     name: str
     """The file of the references, or the recipe's key."""
     sources: list[str]
-    """Without prefixes."""
+    """Source sentences without prefixes."""
     references: list[list[str]]
     """One list or several."""
     prefixes: list[str | None]
@@ -79,11 +79,7 @@ def text_of_recipe(corpus: PlainValues) -> EvaluationText:
 
 
 def require_test_set(name: str) -> None:
-    """Check the name of a test set.
-
-    Raises:
-        InputError: sacreBLEU has no test set of that name.
-    """
+    """Raise InputError if sacreBLEU has no test set of this name."""
     if name not in DATASETS:
         way_out = did_you_mean(name, DATASETS, "`sacrebleu --list` lists them")
         raise InputError(f"--test-set {name}: sacreBLEU has no such test set; {way_out}")

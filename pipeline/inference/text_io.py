@@ -229,11 +229,7 @@ def output_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def require_writable(output: Path | None, *inputs: Path | None, option: str = "--output") -> None:
-    """Check that a file can be written, before its contents are computed.
-
-    Raises:
-        InputError: the file cannot be written, or is one of the inputs.
-    """
+    """Raise InputError if a file cannot be written or is one of the inputs, before its contents are computed."""
     if output is None:
         return
     if output.exists() and any(path and path.is_file() and path.samefile(output) for path in inputs):

@@ -63,11 +63,7 @@ def score_text(arguments: argparse.Namespace, pairs: Iterator[Pair], total: int 
 
 
 def check_reverse(forward: Translator, reverse: Translator, compares_tokens: bool) -> None:
-    """Check the model of `--reverse`.
-
-    Raises:
-        InputError: it translates in the same direction, or `compares_tokens` and it has another vocabulary.
-    """
+    """Raise InputError if `reverse` has the direction of `forward`, or with `compares_tokens` another vocabulary."""
     corpus = forward.recipe["corpus"]
     require_direction("--reverse", reverse, corpus["target_language"], corpus["source_language"])
     if compares_tokens and sorted(forward.tokenizer.pieces()) != sorted(reverse.tokenizer.pieces()):

@@ -58,7 +58,7 @@ class Hypothesis(NamedTuple):
     """One translation of a sentence."""
 
     text: str
-    """Without line breaks."""
+    """The translation, without line breaks."""
     score: float
     """Log-probability divided by the length penalty; 0 for an empty sentence."""
     log_probability: float

@@ -211,7 +211,7 @@ class TrainingMonitor(Callback):
 
     def _log(self, trainer: Trainer, outputs: StepOutputs, batch: RankBatch) -> None:
         assert self._sums is not None
-        # Each rank sets its own element, the time of the previous interval: reading this interval's would be a wait.
+        # Each rank sets its own element, the time of the previous interval: reading this interval's would have to wait.
         own = [0.0] * len(self.nodes)
         own[trainer.global_rank] = self._own_step_seconds
         counts = torch.tensor([self._padded_tokens, self._tokens, *own], device=self._sums.device)

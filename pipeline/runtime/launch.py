@@ -24,7 +24,7 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 MISTAKE_FILE = "MISTAKE_FILE"
 """Environment variable: a file that tells the job script about a user's mistake.
 
-srun's exit code does not tell: it is that of the ranks that srun killed.
+srun's exit code does not show it: that is the exit code of the ranks that srun killed.
 """
 
 FAILURES_FILE = "FAILURES_FILE"

@@ -58,11 +58,11 @@ _OUTCOME = "rendezvous/outcome"
 _MISTAKE = "rendezvous/mistake"
 """Key of the mistake of a rank that was started otherwise than rank 0."""
 _RANK_0 = "rendezvous/token and ports of rank 0"
-"""Key in the store of an agent of torchrun."""
+"""Key of rank 0's token and ports in the store of torchrun's agent."""
 _STORE = "rendezvous/store"
 """Name under which rank 0 signs the port of its store."""
 _MESSAGE_BYTES = 256
-"""More bytes than that message has."""
+"""Upper bound on the bytes of the message that rank 0 signs."""
 _BACKLOG = 4096
 
 
@@ -288,7 +288,7 @@ class Rendezvous:
             raise InputError(mistake)
 
     def _client(self, port: int) -> dist.TCPStore:
-        """Connect to a store, after a test connection: PyTorch would fill the log with failed attempts."""
+        """Connect to a store after a test connection; without it, PyTorch would fill the log with failed attempts."""
         socket.create_connection((self.host, port), timeout=_ATTEMPT_SECONDS).close()
         timeout = timedelta(seconds=max(self.timeout_seconds - self._waited, _ATTEMPT_SECONDS))
         return dist.TCPStore(self.host, port, is_master=False, timeout=timeout, wait_for_workers=False)

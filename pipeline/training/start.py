@@ -122,7 +122,7 @@ def choose_bleu_tokenizer(recipe: Recipe, resume: ResumePoint | None) -> Choice:
 
 
 def finished_reason(recipe: Recipe, path: Path, step: int) -> str | None:
-    """Return why a run at this step has nothing left to train, and what would change that; None if it has."""
+    """Return why a run at this step has nothing left to train, and what would change that; None if training goes on."""
     if step >= recipe.trainer["max_steps"]:
         if recipe.training.schedule in DECAY_TO_LAST_STEP:
             return f"finished at step {step}, where training.schedule {recipe.training.schedule} ends"

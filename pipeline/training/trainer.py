@@ -230,7 +230,7 @@ class StepEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Return False: it is chosen by `cluster_environment`."""
+        """Return False: `cluster_environment` chooses this class."""
         return False
 
     @property
