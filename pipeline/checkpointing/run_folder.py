@@ -256,7 +256,11 @@ class RunFolder:
         self.path = path
         check_writable(path)
         self._made = [folder for folder in path.absolute().parents if not folder.exists()]
-        self._lock = self._open_lock()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = FileLock(path / _LOCK)
+        except OSError as error:
+            raise InputError(f"{path}: cannot be written ({error.strerror}); give another run.folder") from error
         deadline = time.monotonic() + patience_seconds
         reported = False
         try:
@@ -277,13 +281,6 @@ class RunFolder:
             ) from None
         remove_temporary_files(path / "checkpoints", *_CHECKPOINT_FILES)
         remove_temporary_files(path, *_OWN_FILES)
-
-    def _open_lock(self) -> FileLock:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            return FileLock(self.path / _LOCK)
-        except OSError as error:
-            raise InputError(f"{self.path}: cannot be written ({error.strerror}); give another run.folder") from error
 
     def close(self) -> None:
         """Release the lock; remove the folder if it holds nothing else, with the parents that were created for it."""

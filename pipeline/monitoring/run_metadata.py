@@ -31,7 +31,7 @@ COMPARED_METRICS = (
     "validation/perplexity",
     "train_perf/target_tokens_per_second",
 )
-"""Metrics of the HParams tab, besides `run.best_by`."""
+"""Metrics of the HParams tab, after that of `run.best_by`."""
 _HYPERPARAMETER_SECTIONS = {"network": (), "training": (), "batches": ("workers", "max_tokens_per_device")}
 """Section of a recipe -> settings that are not hyperparameters, because they do not change the result."""
 LAYOUT = {
@@ -57,6 +57,7 @@ _BY_SOURCE = {
     "BLEU by source": ["^validation/bleu/"],
     "chrF by source": ["^validation/chrf/"],
 }
+"""Further charts of "Learning", if the validation text has several sources."""
 
 
 class RunMetadata(Callback):
@@ -95,9 +96,12 @@ class RunMetadata(Callback):
         }
         for name, page in pages.items():
             log.add_text(f"run/{name}", page, trainer.global_step + 1)
+        best_by = self._recipe.run.best_by
+        compared = list(dict.fromkeys([best_tag(best_by), validation_tag(best_by), *COMPARED_METRICS]))
+        by_source = _BY_SOURCE if split_sources(self._manifest["validation"]) else {}
         # Always at step 0: of several records, TensorBoard shows the first one that it finds.
-        log.add_hyperparameters(self._hyperparameters(), compared_metrics(self._recipe.run.best_by), 0)
-        log.add_layout(_layout(self._manifest), 0)
+        log.add_hyperparameters(self._hyperparameters(), compared, 0)
+        log.add_layout({**LAYOUT, "Learning": {**LAYOUT["Learning"], **by_source}}, 0)
 
     def _hyperparameters(self) -> dict[str, object]:
         sections = self._recipe.as_dict()
@@ -129,11 +133,6 @@ class RunMetadata(Callback):
             log.write(SUMMARY, (json.dumps(summary, indent=2) + "\n").encode())
 
 
-def compared_metrics(best_by: str) -> list[str]:
-    """Return the metrics of the HParams tab, the one that chooses the best validation first."""
-    return list(dict.fromkeys([best_tag(best_by), validation_tag(best_by), *COMPARED_METRICS]))
-
-
 def final_metrics(log: RunLog, best_by: str) -> dict[str, object]:
     """Return the last value of each metric, the best validation by a metric, and the median throughput."""
     lines = list(read_metrics(log.run))
@@ -158,12 +157,6 @@ def count_parameters(network: nn.Module) -> dict[str, int]:
         **{name: count for name, count in counts.items() if count},
         "all": sum(p.numel() for p in network.parameters()),
     }
-
-
-def _layout(manifest: Manifest) -> dict[str, dict[str, list[str]]]:
-    """Return the layout of the Custom Scalars tab, with charts by source if the validation text has several."""
-    by_source = _BY_SOURCE if split_sources(manifest["validation"]) else {}
-    return {**LAYOUT, "Learning": {**LAYOUT["Learning"], **by_source}}
 
 
 def _code_block(values: Mapping[str, object]) -> str:

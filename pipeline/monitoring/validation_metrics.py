@@ -57,9 +57,10 @@ class ValidationMetrics(torchmetrics.Metric):
         repeated = torch.zeros_like(self.repeated, device="cpu")
         self.sentence_scores = []
         for hypothesis, reference, ids, length in zip(hypotheses, references, pieces, source_lengths, strict=True):
+            bucket = sum(length > bound for bound in LENGTHS)
             for name, metric in self._metrics.items():
                 counts = metric.statistics(hypothesis, reference)
-                sums[name][source, _bucket(length)] += torch.tensor(counts)
+                sums[name][source, bucket] += torch.tensor(counts)
                 if name == "chrf":
                     self.sentence_scores.append(float(metric.score(counts)))
             repeated += torch.tensor(_repetitions(ids))
@@ -120,10 +121,6 @@ def best_tag(best_by: str) -> str:
 
 def _state(name: str) -> str:
     return f"{name}_statistics"
-
-
-def _bucket(length: int) -> int:
-    return sum(length > bound for bound in LENGTHS)
 
 
 def _repetitions(ids: list[int]) -> tuple[int, int]:
