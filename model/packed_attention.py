@@ -201,7 +201,6 @@ def attend_in_groups(
         moved = _Move.apply(x, side.tokens, side.cells, None).to(compute_dtype)
         *by_group, _ = moved.split([*map(operator.mul, counts, lengths), 1])
         cells.append(by_group)
-    width = inputs[-1].size(1) - (2 if len(inputs) == 1 else 1) * num_heads * d_k
     results = []
     # Autocast would round to 16 bits again what is computed in float32.
     with torch.autocast("cpu", enabled=False):
@@ -212,7 +211,7 @@ def attend_in_groups(
             )
             heads = attend(query, key, value, group.bias)
             results.append(heads.transpose(1, 2).flatten(0, 1).flatten(1).to(dtype))
-        result = torch.cat([*results, inputs[0].new_zeros(1, width)])
+        result = torch.cat([*results, results[0].new_zeros(1, results[0].size(1))])
     return _Move.apply(result, padded.queries.cells, padded.queries.tokens, padded.queries.is_filler)
 
 

@@ -120,8 +120,8 @@ class _Attend(torch.autograd.Function):
     def forward(
         ctx: Any, program: CompiledAttention, segments: Segments, num_heads: int, d_k: int, *inputs: Tensor
     ) -> Tensor:
-        width = inputs[-1].size(1) - (2 if len(inputs) == 1 else 1) * num_heads * d_k
-        result = inputs[0].new_empty(inputs[0].size(0), width)
+        values = split_inputs(list(inputs), num_heads * d_k)[2]
+        result = inputs[0].new_empty(inputs[0].size(0), values.size(1))
         normalizers = torch.empty(inputs[0].size(0), num_heads)
         program.run(list(inputs), result, normalizers, None, segments, num_heads, d_k)
         result[segments.query_offsets[-1] :] = 0.0

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from model.packed_attention import Attention, Segments
+from model.packed_attention import Attention, Segments, split_inputs
 
 _LN_2 = tl.constexpr(math.log(2.0))
 
@@ -344,8 +344,7 @@ TRITON_ATTENTION = Attention("Triton", attention, reads_ids=True)
 
 
 def _width_of_values(inputs: list[Tensor], num_heads: int, d_k: int) -> int:
-    keys = (2 if len(inputs) == 1 else 1) * num_heads * d_k
-    return inputs[-1].size(1) - keys
+    return split_inputs(inputs, num_heads * d_k)[2].size(1)
 
 
 def _or_placeholder(tensor: Tensor | None, other: Tensor) -> Tensor:
