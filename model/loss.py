@@ -20,19 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-
-def plain_loss(states: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float, ignored_id: int) -> Tensor:
-    """Return the loss as its formula has it, from all logits at once: what `label_smoothed_loss` computes in chunks.
-
-    Shapes and arguments are those of `label_smoothed_loss`.
-    """
-    log_probabilities = (states @ weight.T).log_softmax(-1)
-    target_loss = -log_probabilities.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    mean_loss = -log_probabilities.mean(-1)
-    losses = (1.0 - label_smoothing) * target_loss + label_smoothing * mean_loss
-    return losses[targets != ignored_id].sum()
-
-
 _CHUNK_LOGITS = 1 << 24
 """Logits per chunk on a CPU, enough for efficient products."""
 _CHUNK_SHARE = 1 / 64
@@ -99,6 +86,9 @@ def label_smoothed_loss(
     r_drop_alpha: float = 0.0,
 ) -> LossSums:
     """Compute sums of the loss over all positions whose target is not `ignored_id`.
+
+    `smoothed` equals `F.cross_entropy(states @ weight.T, targets, ignore_index=ignored_id, reduction="sum",
+    label_smoothing=label_smoothing)` of flat states and targets, computed in chunks.
 
     Products run in autocast's dtype if it is enabled; softmax, logarithms and sums in float32 or float64.
 
@@ -180,9 +170,9 @@ def _forward(
         # The gradient of the weight adds up over chunks, in 32 bits: in bfloat16 a sum stops growing where a term is
         # below 1 / 256 of it.
         gradients = torch.empty_like(product_states), torch.zeros_like(projection, dtype=sum_dtype)
-    chunked = product_states, weighted_states, projection, vocabulary_size, target
-    results = _over_chunks(*chunked, sum_dtype, gradients, options)
-    largest, target_logits, max_probability, *divergence = results
+    largest, target_logits, max_probability, *divergence = _over_chunks(
+        product_states, weighted_states, projection, vocabulary_size, target, sum_dtype, gradients, options
+    )
     # max_v p_v = exp(max_v z_v) / Z for the logits z, so the logarithm of the normalizer Z is the largest logit minus
     # the logarithm of the largest probability. That one is at least 1 / V, so its logarithm is finite.
     log_normalizer = largest.to(sum_dtype) - max_probability.log()
@@ -384,4 +374,4 @@ def _in_cache(
         columns.append(results)
         if difference is not None:
             logits[chunk] = difference
-    return *(torch.cat(column) for column in zip(*columns, strict=True)), difference if difference is None else logits
+    return *(torch.cat(column) for column in zip(*columns, strict=True)), None if difference is None else logits
