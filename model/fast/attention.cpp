@@ -11,7 +11,6 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <exception>
 #include <vector>
 

@@ -18,7 +18,6 @@
 #include <cstring>
 #include <fstream>
 #include <functional>
-#include <limits>
 #include <memory>
 #include <mutex>
 #include <new>
