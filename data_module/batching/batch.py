@@ -165,22 +165,22 @@ def collate(
     parts, shapes, num_tokens = [], [], 0
     rows = [longest_first(corpus, pairs) for pairs in rows]
     for pairs in rows:
-        source, target = corpus.lengths(pairs)
-        num_tokens += int(source.sum() + target.sum())
-        packed, source_offsets, target_offsets = _end_to_end(source, target, shape)
+        source_lengths, target_lengths = corpus.lengths(pairs)
+        num_tokens += int(source_lengths.sum() + target_lengths.sum())
+        packed, *offsets = _end_to_end(source_lengths, target_lengths, shape)
         shapes.append(packed)
         arrays = [np.zeros(size, np.int32) for size in packed.sizes]
-        ids, positions, offsets, inputs, labels, target_positions, offsets_of_targets = arrays
-        for array in (ids, inputs, labels):
-            array[:] = special.pad
-        offsets[:], offsets_of_targets[:] = source_offsets, target_offsets
-        source_starts, target_starts = source_offsets[: len(pairs)], target_offsets[: len(pairs)]
-        _fill(corpus.source, pairs, source_starts, source, special, ids, positions)
-        places = _fill(corpus.target, pairs, target_starts, target, special, labels, target_positions)
+        source, source_positions, source_offsets, target_input, target_output, target_positions, target_offsets = arrays
+        for ids in (source, target_input, target_output):
+            ids[:] = special.pad
+        source_offsets[:], target_offsets[:] = offsets
+        source_starts, target_starts = (starts[: len(pairs)] for starts in offsets)
+        _fill(corpus.source, pairs, source_starts, source_lengths, special, source, source_positions)
+        places = _fill(corpus.target, pairs, target_starts, target_lengths, special, target_output, target_positions)
         # Each token's input is the label before it. This gives each sentence's first token the EOS of the sentence
         # before, which BOS replaces.
-        inputs[places[1:]] = labels[places[:-1]]
-        inputs[target_starts] = special.bos
+        target_input[places[1:]] = target_output[places[:-1]]
+        target_input[target_starts] = special.bos
         parts += arrays
     return RankBatch(
         ids=torch.from_numpy(np.concatenate(parts)),
@@ -245,7 +245,7 @@ def _end_to_end(
         offsets[1 : len(lengths) + 1] = np.cumsum(lengths)
         # Evenly divided, no segment of padding is longer than the longest sentence, which kernels are launched for.
         # Rounded up, the first one is empty on neither side: a rank without pairs computes attention of its token.
-        divided = size - rest - np.arange(num_padding + 1) * -rest // num_padding
+        divided = size - rest - (np.arange(num_padding + 1) * -rest) // num_padding
         offsets[len(lengths) : len(lengths) + num_padding + 1] = divided
         sides.append(offsets)
     packed = PackedShape(sizes[0], sizes[1], shape.segments, length_groups(source, target))
