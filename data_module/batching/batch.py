@@ -95,8 +95,8 @@ class RankBatch:
     They are stored in one array, so that a single copy moves them to another process or to a GPU.
     """
 
-    ids: Tensor
-    """int32: the tensors of each micro-batch, one after another."""
+    numbers: Tensor
+    """int32: all tensors of each micro-batch, flat, one after another."""
     shapes: list[PackedShape]
     """Sizes of each micro-batch. Never empty: a rank without pairs runs one that is all padding, so that every rank
     takes part in the same collectives."""
@@ -112,39 +112,39 @@ class RankBatch:
     pairs: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """int64 [pairs]: the indices of this rank's pairs in the corpus; on the CPU."""
     num_tokens: int = 0
-    """Number of source and target tokens in `ids`, without padding."""
+    """Number of source and target tokens in `numbers`, without padding."""
 
     @property
     def micro_batches(self) -> list[PackedBatch]:
-        """The micro-batches, as views of `ids`."""
+        """The micro-batches, as views of `numbers`."""
         batches, start = [], 0
         for shape in self.shapes:
             end = start + sum(shape.sizes)
-            parts = dict(zip(_TENSORS, self.ids[start:end].split(shape.sizes), strict=True))
+            parts = dict(zip(_TENSORS, self.numbers[start:end].split(shape.sizes), strict=True))
             batches.append(PackedBatch(**parts, groups=shape.groups, longest=self.longest))
             start = end
         return batches
 
     @property
     def num_row_tokens(self) -> int:
-        """Number of source and target tokens in `ids`, including padding."""
+        """Number of source and target tokens in `numbers`, including padding."""
         return sum(shape.source_tokens + shape.target_tokens for shape in self.shapes)
 
     def __reduce__(self) -> tuple[object, ...]:
         # The default shares file descriptors, for which the receiving process must connect back to this one.
-        return _from_numpy, ({**vars(self), "ids": self.ids.numpy(), "pairs": self.pairs.numpy()},)
+        return _from_numpy, ({**vars(self), "numbers": self.numbers.numpy(), "pairs": self.pairs.numpy()},)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "RankBatch":
         """Return a copy on another device."""
-        return replace(self, ids=self.ids.to(device, non_blocking=non_blocking))
+        return replace(self, numbers=self.numbers.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "RankBatch":
         """Return a copy in page-locked memory, for asynchronous copies to a GPU."""
-        return replace(self, ids=self.ids.pin_memory())
+        return replace(self, numbers=self.numbers.pin_memory())
 
 
 def _from_numpy(values: dict[str, Any]) -> RankBatch:
-    return RankBatch(**{**values, "ids": torch.from_numpy(values["ids"]), "pairs": torch.from_numpy(values["pairs"])})
+    return RankBatch(**values | {name: torch.from_numpy(values[name]) for name in ("numbers", "pairs")})
 
 
 def collate(
@@ -183,7 +183,7 @@ def collate(
         target_input[target_starts] = special.bos
         parts += arrays
     return RankBatch(
-        ids=torch.from_numpy(np.concatenate(parts)),
+        numbers=torch.from_numpy(np.concatenate(parts)),
         shapes=shapes,
         longest=shape.longest,
         num_target_tokens=num_target_tokens,

@@ -88,7 +88,7 @@ class RankBatchDataset(Dataset[RankBatch]):
         if get_worker_info() is not None:
             # PyTorch's sending thread would share the tensors too. But if shared memory is full, it loses the batch,
             # and the loader waits for that batch forever.
-            batch.ids.share_memory_()
+            batch.numbers.share_memory_()
             batch.pairs.share_memory_()
         return batch
 

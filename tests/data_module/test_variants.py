@@ -355,4 +355,4 @@ def test_resumed_within_and_across_epochs(
         resumed.load_state_dict(first.state_dict())
         for batch, other in zip(islice(resumed, total - stop), expected[stop:], strict=True):
             assert batch.pairs.tolist() == other.pairs.tolist()
-            assert torch.equal(batch.ids, other.ids)
+            assert torch.equal(batch.numbers, other.numbers)
