@@ -11,7 +11,7 @@ from torch import Tensor
 
 from model.decoding import BeamSearch, GreedyResult
 from model.loss import PYTORCH_LOSS, LossFunctions
-from model.packed_attention import PLAIN_ATTENTION, Attention, Segments
+from model.packed_attention import PLAIN_ATTENTION, RowAttention, Segments
 from model.transformer import Transformer
 
 Forward = Callable[[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[Segments, Segments, Segments]], Tensor]
@@ -44,7 +44,7 @@ class Backend:
 
     precision: str = "32-true"
     """Lightning's name."""
-    attention: Attention = PLAIN_ATTENTION
+    attention: RowAttention = PLAIN_ATTENTION
     loss: LossFunctions = PYTORCH_LOSS
     compiled: Callable[[Transformer], Forward] | None = None
     """Returns a compiled `Transformer.rows`; None to call it as it is. Validation is not compiled, and plain attention

@@ -52,8 +52,8 @@ AttentionFunction = Callable[[list[Tensor], Segments, int, int, float], Tensor]
 """Computes attention (equation 1); see `flash_attention`."""
 
 
-class Attention(NamedTuple):
-    """An implementation of attention over packed rows; the module of this name is in `attention.py`."""
+class RowAttention(NamedTuple):
+    """An implementation of attention over packed rows."""
 
     name: str
     function: AttentionFunction | None
@@ -62,6 +62,9 @@ class Attention(NamedTuple):
     """Whether it reads `query_ids` and `key_ids` of `Segments`."""
     constant_rows: bool = True
     """Whether all rows should have one length, so that a GPU runs the same shapes in all steps."""
+
+
+PLAIN_ATTENTION = RowAttention("plain", None, constant_rows=False)
 
 
 class PaddedSide(NamedTuple):
@@ -99,13 +102,12 @@ class PaddedGroups(NamedTuple):
 
 
 def packed_segments(
-    batch: PackedBatch, dtype: torch.dtype, attention: Attention | None = None
+    batch: PackedBatch, dtype: torch.dtype, attention: RowAttention = PLAIN_ATTENTION
 ) -> tuple[Segments, Segments, Segments]:
     """Return the segments of the encoder, of the decoder's self-attention and of its cross-attention.
 
     The host does not wait for a device: it knows the sizes of the groups. `dtype` is that of queries, keys and values.
     """
-    attention = attention or PLAIN_ATTENTION
     source, target = batch.source_offsets, batch.target_offsets
     source_ids = target_ids = None
     if attention.reads_ids:
@@ -152,8 +154,7 @@ def flash_attention(inputs: list[Tensor], segments: Segments, num_heads: int, d_
     return _flash(query, key, value, segments)
 
 
-FLASH_ATTENTION = Attention("flash", flash_attention)
-PLAIN_ATTENTION = Attention("plain", None, constant_rows=False)
+FLASH_ATTENTION = RowAttention("flash", flash_attention)
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:

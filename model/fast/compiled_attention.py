@@ -13,7 +13,7 @@ from torch import Tensor
 
 from model.attention import attention
 from model.fast.compiled_loss import load_function
-from model.packed_attention import Attention, Segments, split_inputs
+from model.packed_attention import RowAttention, Segments, split_inputs
 
 SOURCES = tuple(Path(__file__).parent / name for name in ("attention.cpp", "vectors.h"))
 """The program and its header."""
@@ -50,9 +50,9 @@ class CompiledAttention:
     def __reduce__(self) -> tuple[type["CompiledAttention"], tuple[Path]]:
         return CompiledAttention, (self._path,)
 
-    def attention(self) -> Attention:
+    def attention(self) -> RowAttention:
         """Return the program for `packed_segments`."""
-        return Attention("C++", self.attend, constant_rows=False)
+        return RowAttention("C++", self.attend, constant_rows=False)
 
     def attend(self, inputs: list[Tensor], segments: Segments, num_heads: int, d_k: int, dropout: float) -> Tensor:
         """Do what `model.packed_attention.flash_attention` does, for types and sizes of heads that the program takes.

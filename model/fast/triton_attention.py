@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from model.packed_attention import Attention, Segments, split_inputs
+from model.packed_attention import RowAttention, Segments, split_inputs
 
 _LN_2 = tl.constexpr(math.log(2.0))
 
@@ -340,7 +340,7 @@ def attention(inputs: list[Tensor], segments: Segments, num_heads: int, d_k: int
     return segment_attention(inputs, sides, state, num_heads, d_k, segments.is_causal)[0]
 
 
-TRITON_ATTENTION = Attention("Triton", attention, reads_ids=True)
+TRITON_ATTENTION = RowAttention("Triton", attention, reads_ids=True)
 
 
 def _width_of_values(inputs: list[Tensor], num_heads: int, d_k: int) -> int:

@@ -22,7 +22,7 @@ from model.fast.compiled_search import CompiledSearch
 from model.fast.dropout import Dropout
 from model.fast.packed_linear import PackedLinear, PackedProjection
 from model.loss import LossFunctions, read_logit_pairs, read_logits
-from model.packed_attention import FLASH_ATTENTION, Attention
+from model.packed_attention import FLASH_ATTENTION, RowAttention
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 from pipeline.runtime.backend import load_compiled_attention, load_compiled_loss, load_compiled_search
@@ -103,7 +103,7 @@ def check_attention(
     heads: tuple[int, int, int],
     dtype: torch.dtype,
     kind: str,
-    attention: Callable[[], Attention] | None = None,
+    attention: Callable[[], RowAttention] | None = None,
 ) -> None:
     """`model.packed_attention.flash_attention`, which needs a GPU: by the formula, one sentence at a time.
 

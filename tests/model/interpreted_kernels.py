@@ -20,7 +20,7 @@ from model.fast.triton_attention import TRITON_ATTENTION, segment_attention, seg
 from model.fast.triton_check import failure
 from model.fast.triton_loss import TRITON_LOSS
 from model.loss import label_smoothed_loss
-from model.packed_attention import PLAIN_ATTENTION, Attention
+from model.packed_attention import PLAIN_ATTENTION, RowAttention
 from model.settings import NetworkSettings
 from model.transformer import PaddedTransformer, Transformer
 from tests.model.fast_paths import cases
@@ -134,7 +134,7 @@ def test_the_network_is_that_of_plain_attention_and_of_padded_batches() -> None:
     torch.manual_seed(3)
     network = Transformer(VOCABULARY, settings)
 
-    def loss_and_gradient(batch: PackedBatch | PaddedBatch, attention: Attention) -> torch.Tensor:
+    def loss_and_gradient(batch: PackedBatch | PaddedBatch, attention: RowAttention) -> torch.Tensor:
         if isinstance(batch, PackedBatch):
             states = network.rows(*arguments(batch, torch.float32, attention))
         else:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.packed_attention import Attention, Segments
+from model.packed_attention import RowAttention, Segments
 from tests.model.sentence_batches import attention_of_parts
 
 _WEYL = 0x9E3779B9, 0xBB67AE85
@@ -100,7 +100,9 @@ def run(
     return segment_attention(tensors, own, dropout, heads.count, heads.d_k, kind == "causal")
 
 
-def run_attention(attention: Attention, tensors: list[Tensor], heads: Heads, sentences: Sentences, kind: str) -> Tensor:
+def run_attention(
+    attention: RowAttention, tensors: list[Tensor], heads: Heads, sentences: Sentences, kind: str
+) -> Tensor:
     """Run a kernel of a CPU that reads no ids."""
     assert attention.function is not None
     *_, queries, keys = segments(sentences, kind, "cpu")
@@ -116,7 +118,7 @@ def check_attention(
     device: str,
     kept: Tensor | None = None,
     state: Tensor | None = None,
-    attention: Attention | None = None,
+    attention: RowAttention | None = None,
 ) -> None:
     """Compare results and gradients with the formula; tokens that have no key, and padding, are zero.
 

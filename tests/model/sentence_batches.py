@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch, SpecialIds, collate
 from data_module.batching.rank_rows import RowShape
 from data_module.corpus.store import ParallelCorpus
-from model.packed_attention import PLAIN_ATTENTION, Attention, Segments, packed_segments
+from model.packed_attention import PLAIN_ATTENTION, RowAttention, Segments, packed_segments
 from model.transformer import PaddedTransformer, Transformer
 
 PAD, BOS, EOS, VOCABULARY = 0, 1, 2, 50
@@ -85,7 +85,7 @@ def packed(micro_batches: list[Lengths], shape: RowShape | None = None, **option
 
 
 def arguments(
-    batch: PackedBatch, dtype: torch.dtype = torch.float32, attention: Attention = PLAIN_ATTENTION
+    batch: PackedBatch, dtype: torch.dtype = torch.float32, attention: RowAttention = PLAIN_ATTENTION
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[Segments, Segments, Segments]]:
     """Return the arguments of `Transformer.rows`."""
     return (
@@ -95,7 +95,7 @@ def arguments(
     )
 
 
-def states(network: Transformer, batch: PackedBatch | PaddedBatch, attention: Attention = PLAIN_ATTENTION) -> Tensor:
+def states(network: Transformer, batch: PackedBatch | PaddedBatch, attention: RowAttention = PLAIN_ATTENTION) -> Tensor:
     """Return the decoder states of a batch, in the dtype of the network."""
     if isinstance(batch, PaddedBatch):
         return PaddedTransformer(network)(batch.source, batch.target_input, batch.source_mask)

@@ -12,7 +12,7 @@ from model.attention import attention
 from model.packed_attention import (
     FLASH_ATTENTION,
     PLAIN_ATTENTION,
-    Attention,
+    RowAttention,
     Segments,
     attend_in_groups,
     flash_attention,
@@ -218,7 +218,7 @@ def test_segments_for_the_kernels_by_hand() -> None:
     [batch] = packed([[(5, 2), (3, 4)]], shape).micro_batches
     source = [0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 2], [0, 5, 8, 11, 11, 11]
     target = [0, 0, 1, 1, 1, 1, 2, 2, 2], [0, 2, 6, 9, 9, 9]
-    own = Attention("own", flash_attention, reads_ids=True)
+    own = RowAttention("own", flash_attention, reads_ids=True)
     kinds = packed_segments(batch, torch.float32, own)
     for one, query, key in zip(kinds, (source, target, target), (source, target, source), strict=True):
         given = one.query_ids, one.key_ids, one.query_offsets, one.key_offsets

@@ -11,7 +11,7 @@ import model.packed_attention
 from data_module.batching.batch import PackedBatch, PaddedBatch
 from model.fast.dropout import Dropout
 from model.loss import label_smoothed_loss
-from model.packed_attention import FLASH_ATTENTION, PLAIN_ATTENTION, Attention
+from model.packed_attention import FLASH_ATTENTION, PLAIN_ATTENTION, RowAttention
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 from pipeline.runtime.backend import load_compiled_attention
@@ -66,7 +66,7 @@ def make_network(variant: str = "paper", **settings: object) -> Transformer:
 
 
 def losses_and_gradient(
-    network: Transformer, batch: PackedBatch | PaddedBatch, attention: Attention = PLAIN_ATTENTION
+    network: Transformer, batch: PackedBatch | PaddedBatch, attention: RowAttention = PLAIN_ATTENTION
 ) -> tuple[Tensor, Tensor]:
     sums = label_smoothed_loss(
         states(network, batch, attention), network.embedding.weight, batch.target_output, 0.1, PAD
