@@ -103,7 +103,7 @@ class NoiseSettings:
     number: float = 0.0
     """Put the same number, time, date or telephone number at matching places of both sides."""
     emoji: float = 0.0
-    """Put the same one to three emoji there. The tokenizer has to know them: set `corpus.byte_fallback`."""
+    """Put the same one to three emoji at matching places of both sides. They need `corpus.byte_fallback`."""
 
     def __post_init__(self) -> None:
         for kind in fields(self):

@@ -1,4 +1,4 @@
-"""The one reader of text files: plain or gzip-compressed, one sentence per line, with errors in one line; its progress.
+"""Reading of text files: plain or gzip-compressed, one sentence per line, with errors in one line; progress bars.
 
 Only "\\n" ends a line ("\\r\\n" is accepted). Other line ends of Unicode do not, so that both sides stay aligned.
 """

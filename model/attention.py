@@ -1,12 +1,12 @@
 """Multi-head attention (section 3.2).
 
 Shapes: B sentences, T queries, S keys, D d_model, H heads, K d_k, V d_v; R source and M target tokens in packed rows.
-A bias is added to the scores: 0 where attention is allowed, -inf elsewhere. It broadcasts to [B, H, T, S]; None allows
-all. Unlike the paper's formulas, the projections have biases, as in torch.nn.MultiheadAttention.
+`bias` is added to the scores and broadcasts to [B, H, T, S]: 0 where attention is allowed, -inf elsewhere; None allows
+all. Unlike in the paper's formulas, the projections have biases, as in torch.nn.MultiheadAttention.
 
-Each attention is written for two layouts. `rows` is for training: sentences are packed into rows, see
-`packed_attention.py`. The other methods are for padded batches: validation, decoding and all exports use them, see
-`transformer.py`. All of these go through `attend`, and so does `rows` where no kernel computes attention.
+Each attention is written for two layouts. Training calls `rows`, for sentences that are packed into rows; see
+`packed_attention.py`. Validation, decoding and all exports call the other methods, for padded batches; see
+`transformer.py`. These compute attention by `attend`, and so does `rows` if there is no kernel for it.
 """
 
 import math
@@ -32,8 +32,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dr
     Returns:
         [B, H, T, V].
     """
-    # For more than 8 sentences of at most 32 queries on a CPU, plain products are faster than the fused kernel, by a
-    # factor of two for one query (torch 2.13). An exported program is for any number of sentences and source tokens.
+    # On a CPU, for more than 8 sentences of at most 32 queries, plain products are faster than the fused kernel: for
+    # one query, twice as fast (torch 2.13). An exported program cannot decide by the number of sentences, which varies.
     if torch.compiler.is_compiling():
         is_plain = isinstance(query.size(2), int) and query.size(2) <= 32
     else:
@@ -62,8 +62,8 @@ def append(cache: Tensor, new: Tensor, start: int) -> Tensor:
     Args:
         cache: [B, H, slots, K]. The first `start` slots are in use.
         new: [B, H, N, K], for the next N slots.
-        start: number of slots in use. If these are all, the result is a new tensor: a cache without free slots makes
-            a decoding step a pure function, as torch.export demands it and as a gradient needs it.
+        start: number of slots in use. If all slots are in use, the result is a new tensor: a decoding step is then a
+            pure function, as torch.export and gradients require.
 
     Returns:
         The slots in use [B, H, start + N, K].
@@ -75,11 +75,11 @@ def append(cache: Tensor, new: Tensor, start: int) -> Tensor:
 
 
 def initialize_projections(linear: nn.Linear, *sizes: int) -> None:
-    """Initialize a module that computes several projections at once, of these sizes.
+    """Initialize a linear layer that computes several projections at once, with these numbers of outputs.
 
-    The weight's attribute `projections` lists the sizes, for optimizers that treat each projection by itself.
+    The weight's attribute `projections` is set to these sizes, for optimizers that treat each projection by itself.
     """
-    # Xavier's bound for the fused matrix would be smaller.
+    # Each by itself, because Xavier's bound for the fused matrix would be smaller.
     for part in linear.weight.split(sizes):
         nn.init.xavier_uniform_(part)
     nn.init.zeros_(linear.bias)
@@ -95,11 +95,11 @@ class Attention(nn.Module):
         self.dropout = settings.attention_dropout
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute `attention` with the recipe's dropout. `attention_maps` calls it with other values."""
+        """Compute `attention` with the recipe's dropout. `attention_maps` replaces this method to record weights."""
         return attention(query, key, value, bias, self.dropout if self.training else 0.0)
 
     def attend_rows(self, inputs: list[Tensor], segments: Segments) -> Tensor:
-        """Compute attention over packed rows: by the backend's kernel, or else by `attend` over padded groups.
+        """Compute attention over packed rows: by the backend's kernel or, without one, by `attend` over padded groups.
 
         Inputs and result are those of `packed_attention.flash_attention`.
         """
@@ -143,8 +143,8 @@ class SelfAttention(Attention):
             values: the cache [B, H, slots, V].
             start: number of slots in use.
             bias: [B, 1, N, start + N], 0 at the slots on the path of each token (`decoding.py`), its own included. A
-                path has one slot for each position, in order, so that the number of its slots up to a slot is that
-                slot's position plus one. None if all slots are on all paths.
+                path has one slot for each position, in the order of positions: its first slot has position 0. None if
+                all slots are on all paths.
 
         Returns:
             [B, N, D], and the keys and values in use [B, H, start + N, K or V].

@@ -19,7 +19,7 @@ Forward = Callable[[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[Segments
 
 
 class GreedySearch(Protocol):
-    """What validation asks of a search."""
+    """The interface of a search that validation uses."""
 
     def greedy(self, source: Tensor, source_mask: Tensor | None, max_extra_tokens: int) -> GreedyResult:
         """Do what `BeamSearch.greedy` does."""
@@ -32,7 +32,7 @@ class Search(NamedTuple):
     name: str
     function: Callable[[Transformer, int, int, int], GreedySearch]
     """Takes a network and the ids of the begin, end and padding symbols, as `BeamSearch` does. It may copy the weights:
-    the result is for the weights as they are."""
+    the result does not follow later changes of them."""
 
 
 PYTORCH_SEARCH = Search("PyTorch", BeamSearch)

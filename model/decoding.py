@@ -2,14 +2,14 @@
 
 An answer is a sequence of tokens followed by the end symbol. Its length, its limit and its log-probability include
 the end symbol. A hypothesis that reaches its limit is continued with the end symbol only, and one that is shorter than
-a given target prefix with the prefix's next token only, at the probability that the network assigns. So every score
-equals what teacher forcing computes for the answer. The begin and padding symbols are never chosen. Their probability
-is not redistributed.
+a given target prefix with the prefix's next token only, at the probability that the network assigns to it. So every
+score equals what teacher forcing computes for the answer. The begin and padding symbols are never chosen, and their
+probability is not redistributed.
 
-The key-value cache is a lattice. Each hypothesis of each step writes its keys and values to a slot once and attends to
-the slots on its own path. Selecting hypotheses rewrites the paths, which are masks of a few bytes, and leaves the cache
-in place: reordering it would copy all keys and values of all layers in every step. When the cache is full, the slots
-that are still on a path are copied to a larger one.
+The key-value cache is a lattice. Each hypothesis of each step writes its keys and values to one slot and attends to the
+slots on its own path. Selecting hypotheses changes the paths, which are masks of a few bytes, and leaves the cache in
+place: reordering it would copy all keys and values of all layers in every step. When the cache is full, the slots that
+are still on a path are copied to a larger one.
 
 Shapes: B sentences, S source length, N hypotheses per sentence, M answers per sentence, L answer length,
 V vocabulary.
@@ -61,7 +61,7 @@ class BeamArguments(NamedTuple):
     n_best: int
     stops_at_first: bool
     sampling: Sampling | None = None
-    """For `BeamSearch.sample`, with `beam_size` 1: how the next token is chosen. None for the most probable one."""
+    """How `BeamSearch.sample` draws the next token, with `beam_size` 1. None to take the most probable tokens."""
 
 
 class Answers(NamedTuple):
@@ -85,8 +85,8 @@ class _Text(NamedTuple):
     offsets: Tensor
     """int64 [T], the index into `history` of the sentence's position 0."""
     history: Tensor
-    """int64 [sum of limits, beam_size]: for each sentence, position and hypothesis, the hypothesis that it continues
-    and the token that it adds, as parent * V + token."""
+    """int64 [sum of limits, beam_size]: parent * V + token for each sentence, position and hypothesis, where parent is
+    the hypothesis that it continues and token the token that it adds."""
     uniforms: Tensor | None
     """float64 [sum of limits, 3], random numbers for each sentence and position; None without sampling."""
     target_prefix: Tensor | None
@@ -94,20 +94,21 @@ class _Text(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """The sentences that are being decoded. Finished sentences leave."""
+    """The sentences that are being decoded. Finished sentences are removed."""
 
     sentences: Tensor
     """int64 [B], the sentences' indices in the text."""
     limits: Tensor
     """int64 [B], maximum length of an answer."""
     limit_penalties: Tensor
-    """float32 [B], length penalty of an answer of that length."""
+    """float32 [B], length penalty of an answer of maximum length."""
     totals: Tensor
     """float32 [B, N], log-probabilities of the open hypotheses, best first."""
     last: Tensor
-    """int64 [B, N], their last tokens."""
+    """int64 [B, N], last tokens of the open hypotheses."""
     paths: Tensor
-    """bool [B, N, slots + N], True at the cache slots on their paths. The next step writes the last N of them."""
+    """bool [B, N, slots + N], True at the cache slots on each open hypothesis's path. The next step writes the last N
+    slots."""
     source_mask: Tensor | None
     """bool [B, S]; None if no source is padded."""
 
@@ -137,10 +138,10 @@ def best_continuations(
     """Return the most probable continuations of each sentence, best first.
 
     Args:
-        steps: log-probabilities [B, N, V] of the next token of each hypothesis.
+        steps: log-probabilities [B, N, V] of the next token of each hypothesis; see `next_log_probabilities`.
         totals: log-probabilities [B, N] of the hypotheses.
         forced: int64 [B], the token that has to follow in each sentence, -1 for any; None if any may in all sentences.
-        beam_size: that of the search, which may be larger than N.
+        beam_size: beam size of the search, which may be larger than N.
         chosen: int64 [B, N, 1], the continuation of each hypothesis; None for the most probable ones.
 
     Returns:
@@ -148,10 +149,10 @@ def best_continuations(
         [B, 2 * beam_size], or smaller if there are fewer continuations. It is [B, 1] if beam_size is 1, since
         greedy search ends at the first end symbol.
     """
-    # Each hypothesis has one continuation that ends. Of the best 2 * beam_size continuations at most beam_size end, so
-    # beam_size others are left to stay open.
+    # Each hypothesis has one continuation that ends. So of the best 2 * beam_size continuations, at most beam_size end,
+    # and beam_size others can stay open.
     count = 2 * beam_size if beam_size > 1 else 1
-    # What is among a sentence's best is among the best of its hypothesis, so the second topk is a small one.
+    # A sentence's best continuations are among the best of each hypothesis, so the second topk is over few values.
     if chosen is None:
         values, ids = steps.topk(min(count, steps.size(2)))
     else:
@@ -169,13 +170,13 @@ def best_continuations(
 def add_answers(
     answers: Answers, values: Tensor, parents: Tensor, ends: Tensor, positions: Tensor, options: BeamArguments
 ) -> Answers:
-    """Return the best answers of those before and of the continuations that end, at `positions` [B].
+    """Return the best answers among those of earlier steps and the continuations that end in this step.
 
     Args:
-        answers: the best answers before this step.
+        answers: the best answers of earlier steps.
         values: log-probabilities of the continuations.
         parents: the hypotheses that they continue.
-        ends: bool of their shape, True where the added token is the end symbol.
+        ends: bool of the shape of `values`, True where the added token is the end symbol.
         positions: int64 [B], positions of the added tokens.
         options: arguments of the search.
     """
@@ -198,7 +199,7 @@ def add_answers(
 
 
 def best_open(values: Tensor, parents: Tensor, last: Tensor, beam_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return values, parents and tokens [B, N] of the best `beam_size` continuations; those that end are -inf."""
+    """Return values, parents and tokens [B, N] of the best `beam_size` continuations, given -inf for those that end."""
     values, best = values.topk(min(beam_size, values.size(1)))
     return values, parents.gather(1, best), last.gather(1, best)
 
@@ -209,8 +210,8 @@ def may_improve(answers: Answers, totals: Tensor, limit_penalties: Tensor, optio
     if options.stops_at_first:
         return is_open & (answers.counts < options.beam_size)
     # A future answer continues an open hypothesis, so its log-probability p is at most the best open total t. It is not
-    # longer than the limit, so for alpha >= 0 its penalty is at most the limit's. Since p <= t <= 0, its score is
-    # p / penalty <= t / limit_penalty. Where this bound only equals the last answer's score, nothing better can come.
+    # longer than the limit, so for alpha >= 0 its penalty is at most that of the limit. Since p <= t <= 0, its score is
+    # p / penalty <= t / limit_penalty. If this bound equals the score of the last answer, no better one can follow.
     return is_open & (answers.scores[:, -1] < totals[:, 0] / limit_penalties)
 
 
@@ -228,7 +229,7 @@ def trace_back(
     Args:
         entries: int64 [B, N], the search's history at this position: for each hypothesis parent * V + token.
         here: int64 [B, M], the hypothesis on each answer's path.
-        left: int64 [B, M], number of tokens of each answer behind this position: 0 at its end symbol, negative behind.
+        left: int64 [B, M], number of tokens of each answer after this position: 0 at its end symbol, negative after it.
         eos_id, pad_id: ids of the end and padding symbols.
         vocabulary_size: V.
     """
@@ -369,7 +370,7 @@ class BeamSearch(nn.Module):
           probable become answers. CTranslate2, fairseq and Hugging Face's `early_stopping=True` do the same.
 
         Args:
-            source: int64 ids [B, S]. Each sentence ends with the end symbol, then padding.
+            source: int64 ids [B, S]. Each sentence ends with the end symbol, followed by padding.
             source_mask: bool [B, S], True at tokens. Pass None if no sentence is padded, which is faster.
             beam_size: number of open hypotheses, 1 or more.
             length_penalty: alpha, 0 or more.
@@ -444,8 +445,9 @@ class BeamSearch(nn.Module):
     ) -> None:
         """Decode until no sentence is open. Writes `text.history` and `results` in place."""
         beam_size, device, uniforms = options.beam_size, source.device, text.uniforms
-        # Each check makes the host wait for a GPU. There, sentences take part in some steps after they have finished,
-        # which does no harm: by the rule "exact" nothing better comes, and by "first" `_select` adds none.
+        # Each check makes the host wait for a GPU. There, checks are rare, and sentences take part in some steps after
+        # they have finished. Their answers do not change: by the rule "exact" no better answer can follow, and by
+        # "first" `add_answers` adds none.
         steps_between_checks = 1 if device.type == "cpu" else 8
         own_slots = torch.eye(beam_size, dtype=torch.bool, device=device)
         batch, cache = self._begin(text, source, source_mask, options)
@@ -454,7 +456,7 @@ class BeamSearch(nn.Module):
         while num_left > 0:
             if batch.paths.size(2) > cache[0][0].size(2):
                 cache, batch = _grow(cache, batch)
-            # A finished sentence that still takes part writes to its last place, again and again.
+            # A finished sentence that still takes part overwrites its last place in every step.
             positions = (batch.limits - 1).clamp(max=position)
             forced = self._forced(text, batch, position, shortest_limit)
             places = text.offsets[batch.sentences] + positions
@@ -485,9 +487,9 @@ class BeamSearch(nn.Module):
     def _begin(
         self, text: _Text, source: Tensor, source_mask: Tensor | None, options: BeamArguments
     ) -> tuple[_Batch, Cache]:
-        """Encode the sentences; each has one open hypothesis without tokens. Returns the batch and its cache."""
-        # Enough for 8 positions. Room for the longest allowed answer would be many times what most answers need;
-        # `_grow` about doubles the cache when it is full.
+        """Encode the sentences; return the batch, with one empty hypothesis for each sentence, and its cache."""
+        # Enough for 8 positions. Most answers need much less than the longest allowed one; `_grow` about doubles the
+        # cache when it is full.
         num_slots = min(int(text.limits.max()), 8) * options.beam_size
         cache = self.network.init_cache(self.network.encode(source, source_mask), num_slots)
         count, device = source.size(0), source.device
@@ -542,7 +544,7 @@ class BeamSearch(nn.Module):
         # The path of a beam's only hypothesis has all slots.
         path_mask = batch.paths if beam_size > 1 else None
         if self.max_positions > 0:
-            position = min(position, self.max_positions - 1)  # only finished sentences would go further
+            position = min(position, self.max_positions - 1)  # only finished sentences would exceed it
         states = self.network.step(batch.last, position, start, cache, batch.source_mask, path_mask)[0]
         steps = next_log_probabilities(self.network.logits(states), self.bos_id, self.pad_id)
         chosen: Tensor | None = None
@@ -578,8 +580,8 @@ class BeamSearch(nn.Module):
         beam_size, vocabulary_size = text.history.size(1), self.vocabulary_size
         lengths = answer_lengths(answers, beam_size)
         longest = int(lengths.max())
-        # The hypothesis [T, M] on each answer's path, at first the one that the end symbol was appended to. An entry of
-        # the history is parent * V + token: the token belongs to the answer, the parent leads one position back.
+        # The hypothesis [T, M] on each answer's path, at first the one to which the end symbol was added. Its entry in
+        # the history is parent * V + token: the answer's token at this position, and the hypothesis one position back.
         here = ends.remainder(beam_size)
         tokens = here.new_full([longest, here.size(0), here.size(1)], self.pad_id)
         for step in range(longest - 1, -1, -1):
@@ -608,7 +610,7 @@ def _advance(batch: _Batch, totals: Tensor, parents: Tensor, last: Tensor, own_s
     """Return the batch at the next position, with the hypotheses that continue `parents` by `last`."""
     num_open = parents.size(1)
     paths = batch.paths.gather(1, parents.unsqueeze(2).expand(-1, -1, batch.paths.size(2)))
-    # A path is that of the continued hypothesis, and a slot of its own: slot n of the next step is hypothesis n's.
+    # A new path is that of the continued hypothesis and a slot of its own: hypothesis n has slot n of the next step.
     paths = torch.cat([paths, own_slots[:num_open, :num_open].expand(paths.size(0), -1, -1)], 2)
     return _Batch(batch.sentences, batch.limits, batch.limit_penalties, totals, last, paths, batch.source_mask)
 
@@ -632,7 +634,7 @@ def _reordered_answers(answers: Answers, order: Tensor) -> Answers:
 
 
 def _move_sentences(cache: Cache, used_slots: int, gaps: Tensor, movers: Tensor, num_left: int) -> Cache:
-    """Copy the cache entries of sentences `movers` to the places `gaps`, and keep the first `num_left` sentences."""
+    """Copy the cache entries of the sentences `movers` to the places `gaps`; keep the first `num_left` sentences."""
     for keys, values, memory_keys, memory_values in cache:
         for entries in (keys[:, :, :used_slots], values[:, :, :used_slots], memory_keys, memory_values):
             entries.index_copy_(0, gaps, entries[movers])
@@ -645,8 +647,8 @@ def _grow(cache: Cache, batch: _Batch) -> tuple[Cache, _Batch]:
     used_slots = batch.paths.size(2) - num_new
     needed = batch.paths[:, :, :used_slots].any(1)
     num_needed = int(needed.sum(1).max())
-    # Sentences that need fewer slots also keep some that are on no path. Sorted, since the slots of a path have to stay
-    # in the order of their positions.
+    # A sentence that needs fewer slots also keeps some that are on no path. They are sorted, since the slots of a path
+    # have to stay in the order of their positions.
     places = needed.byte().topk(num_needed).indices.sort().values.unsqueeze(1)
     sentences = torch.arange(batch.paths.size(0), device=places.device)[:, None, None]
     heads = torch.arange(cache[0][0].size(1), device=places.device)[:, None]

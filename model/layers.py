@@ -3,8 +3,8 @@
 The paper's layers are post-norm: Norm(x + Dropout(Sublayer(x))). With `network.pre_norm` they are
 x + Dropout(Sublayer(Norm(x))).
 
-Each layer is written for packed rows, by `rows`, and for padded batches: by `forward` of an encoder layer and by `step`
-of a decoder layer. Shapes are those of `attention.py`.
+Training calls `rows` of each layer, for packed rows. Padded batches go through `forward` of encoder layers and `step`
+of decoder layers. Shapes are those of `attention.py`.
 """
 
 from collections.abc import Callable
@@ -66,7 +66,7 @@ class Residual(nn.Module):
         return total if self.pre_norm else self._normalized(total)
 
     def _normalized(self, x: Tensor) -> Tensor:
-        # On a GPU autocast computes norms in float32 and leaves the result so, which would double all that is written.
+        # On a GPU autocast leaves the results of norms in float32, which would double what is written to memory.
         return self.norm(x).to(x.dtype)
 
 

@@ -4,12 +4,13 @@ The smoothed target assigns epsilon / V to each of the V classes and adds 1 - ep
 definition of PyTorch and OpenNMT. fairseq distributes epsilon over the V - 1 wrong classes and tensor2tensor subtracts
 a constant, so their losses differ slightly from these.
 
-A batch of 25,000 tokens with 37,000 pieces has 0.9 billion logits. They are never in memory at once: the forward pass
-projects a chunk of tokens at a time and computes its gradients immediately, and the backward pass only scales them.
+A batch of 25,000 tokens with a vocabulary of 37,000 pieces has 0.9 billion logits. They are never in memory at once:
+the forward pass projects a chunk of tokens at a time and computes its gradients immediately; the backward pass only
+scales them.
 
 R-Drop (Liang et al. 2021, https://arxiv.org/abs/2106.14448, equation 4) adds a divergence between two passes P and Q
-over the same tokens with other dropout: loss(P) + loss(Q) + alpha * (KL(P || Q) + KL(Q || P)) / 2. Here it is half of
-that, so that the size of loss and gradient is that of a single pass.
+over the same tokens with different dropout: loss(P) + loss(Q) + alpha * (KL(P || Q) + KL(Q || P)) / 2. This module
+computes half of that, so that loss and gradient have the size of a single pass.
 """
 
 import math
@@ -25,19 +26,19 @@ _CHUNK_LOGITS = 1 << 24
 _CHUNK_SHARE = 1 / 64
 """Share of a GPU's memory that a chunk may take, with all that is computed from it.
 
-Fewer chunks add fewer times to the gradient of the weight. This is a share of all memory and not of what is free, so
-that a resumed run adds in the same order."""
+With fewer chunks, the gradient of the weight is read and written fewer times. The share is of all memory, not of free
+memory, so that a resumed run adds in the same order."""
 _CHUNK_MULTIPLE = 128
 """A chunk on a GPU has a multiple of this many tokens, for efficient products."""
 _ALIGNED_CLASSES, _PADDED_CLASSES = 8, 64
-"""Unless V is a multiple of the first number, rows of 16-bit logits do not begin at multiples of 16 bytes. They are
-padded to a multiple of the second one then, if the functions of the loss allow it."""
+"""If V is no multiple of the first number, rows of 16-bit logits do not begin at multiples of 16 bytes. They are then
+padded to a multiple of the second number, if the functions of the loss allow it."""
 _CACHED_LOGITS = 1 << 18
-"""Logits per thread that a CPU processes at a time after the product, so that they stay in its cache."""
+"""Logits that each thread of a CPU processes at a time after the product, so that they stay in its cache."""
 
 
 class LossFunctions(NamedTuple):
-    """An implementation of what reads logits: one function for one pass, one for the two passes of R-Drop."""
+    """An implementation of the part of the loss that reads logits: one function for one pass, one for two (R-Drop)."""
 
     name: str
     read_logits: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
@@ -47,7 +48,7 @@ class LossFunctions(NamedTuple):
     in_place: bool
     """Whether the gradient takes the place of the logits, so that a chunk needs no other memory."""
     allows_padding: bool = False
-    """Whether the logits may be columns of a wider tensor. Its other columns are zeros and have to become zeros."""
+    """Whether the logits may be columns of a wider tensor. Its other columns are 0, and the functions leave them 0."""
 
 
 class _Options(NamedTuple):
@@ -68,7 +69,7 @@ class LossSums(NamedTuple):
     smoothed: Tensor
     """The training loss: label-smoothed cross-entropy, and R-Drop's divergence if there is one, times `scale`.
 
-    The other fields carry no gradients. Of two passes they are the mean."""
+    The other fields carry no gradients. For two passes they are the means of both."""
     negative_log_likelihood: Tensor
     """Cross-entropy without smoothing. The exponential of its mean is the perplexity."""
     num_correct: Tensor
@@ -98,15 +99,15 @@ def label_smoothed_loss(
         targets: integers [...], the pieces to predict.
         label_smoothing: epsilon in [0, 1).
         ignored_id: id of the padding symbol.
-        scale: factor on `smoothed`. If it is given, `backward` must be called on `smoothed` itself: gradients are
-            multiplied by the factor while they are computed, and not by the gradient of `smoothed`, which is 1.
-        functions: what reads logits; None for PyTorch's operators.
+        scale: factor on `smoothed`. If it is given, `backward` must be called on `smoothed` itself, because gradients
+            are multiplied by this factor alone, while they are computed.
+        functions: the functions that read logits; None for PyTorch's operators.
         r_drop_alpha: weight of the divergence between two passes; 0 for one pass.
     """
     device = states.device.type
     product_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
-    # Decide here whether to compute gradients: they are always disabled inside `forward`, and a parameter requires
-    # them even under inference_mode.
+    # Decided here, because gradients are always disabled inside `_FusedLoss.forward`. A parameter requires gradients
+    # even under inference_mode.
     with_gradient = torch.is_grad_enabled() and (states.requires_grad or weight.requires_grad)
     if r_drop_alpha:
         # The tokens of both passes alternate, so that a chunk has both passes of each of its tokens.
@@ -147,8 +148,8 @@ def _forward(
     vocabulary_size, passes = weight.size(0), 2 if options.alpha else 1
     sum_dtype = torch.promote_types(states.dtype, torch.float32)
     projection = _projection(weight, product_dtype, options.functions)
-    # The smoothing term needs the sum of each token's logits. sum_v h . w_v is h . (sum_v w_v), so the logits need not
-    # be read for it, nor for its gradient, which is -epsilon / V for every class and is added after the loop.
+    # The smoothing term needs the sum of each token's logits. As sum_v h . w_v = h . (sum_v w_v), this reads no logits.
+    # Nor does its gradient, -epsilon / V for every class, which is added after the loop.
     weight_sum = weight.to(sum_dtype).sum(0)
     target = targets.unsqueeze(1)
     kept = (target != ignored_id).to(sum_dtype)
@@ -156,8 +157,8 @@ def _forward(
     kept_states = states.to(sum_dtype) * kept
     product_states = kept_states.to(product_dtype)
     mean_logits = (kept_states @ weight_sum).unsqueeze(1) / vocabulary_size
-    # The factor on each token's loss. Multiplying states by it here puts it into the gradient of the weight, a sum over
-    # chunks, without a pass over that sum.
+    # The factor on each token's loss. The gradient of the weight gets it by way of the states, which are multiplied by
+    # it here: that is cheaper than multiplying the sum over chunks.
     factor = scale if passes == 1 else (1.0 if scale is None else scale) / passes
     if factor is not None:
         # Not in place: without autocast `product_states` is the same tensor.
@@ -173,8 +174,8 @@ def _forward(
     largest, target_logits, max_probability, *divergence = _over_chunks(
         product_states, weighted_states, projection, vocabulary_size, target, sum_dtype, gradients, options
     )
-    # max_v p_v = exp(max_v z_v) / Z for the logits z, so the logarithm of the normalizer Z is the largest logit minus
-    # the logarithm of the largest probability. That one is at least 1 / V, so its logarithm is finite.
+    # For the logits z, max_v p_v = exp(max_v z_v) / Z, so the logarithm of the normalizer Z is the largest logit minus
+    # the logarithm of the largest probability, which is finite: the largest probability is at least 1 / V.
     log_normalizer = largest.to(sum_dtype) - max_probability.log()
     # The loss of a token with target y is sum_v q_v (log Z - z_v), with q_v = epsilon / V and 1 - epsilon more for y.
     target_loss, mean_loss = log_normalizer - target_logits, log_normalizer - mean_logits
@@ -186,8 +187,8 @@ def _forward(
         smoothed, kept = smoothed * factor, kept * factor
     if gradients is not None:
         grad_states, grad_weight = gradients[0], gradients[1][:vocabulary_size]
-        # The term -epsilon / V of d loss / d z is the same for all classes and tokens. Its products with the projection
-        # and with the states are the sums of their rows.
+        # The term -epsilon / V of d loss / d z is the same for all classes and tokens, so that its products with the
+        # projection and with the states are multiples of the sums of their rows.
         mean_gradient = weight_sum * (epsilon / vocabulary_size)
         grad_weight -= kept_states_sum * (epsilon / vocabulary_size)
         ctx.save_for_backward(
@@ -199,7 +200,7 @@ def _forward(
 
 
 def _projection(weight: Tensor, dtype: torch.dtype, functions: LossFunctions) -> Tensor:
-    """Return the weight [V, D] in another dtype, with zeros for classes that only align the products."""
+    """Return the weight [V or more, D] in another dtype, with rows of zeros that align the products' rows."""
     vocabulary_size = weight.size(0)
     if vocabulary_size % _ALIGNED_CLASSES == 0 or not functions.allows_padding:
         return weight.to(dtype)
@@ -219,21 +220,21 @@ def _over_chunks(
     gradients: tuple[Tensor, Tensor] | None,
     options: _Options,
 ) -> list[Tensor]:
-    """Project a chunk of tokens at a time, and call what reads its logits.
+    """Project a chunk of tokens at a time, and call the function that reads its logits.
 
     Args:
-        states: of the tokens [N, D].
-        weighted_states: the same times the factor on each token's loss.
+        states: the states [N, D] of N tokens.
+        weighted_states: the states times the factor on each token's loss.
         projection: [V or more, D].
         vocabulary_size: V.
         target: int64 [N, 1].
         sum_dtype: dtype of the probabilities and of sums.
-        gradients: those of the states, and of the projection in `sum_dtype`, to write and to add to; without the terms
-            that come from the sum of logits. None if none are needed.
-        options: of the loss.
+        gradients: the gradient of the states, which is written, and that of the projection in `sum_dtype`, which is
+            added to; both without the terms that come from the sum of logits. None to compute no gradients.
+        options: options of the loss.
 
     Returns:
-        The results of `read_logits` or `read_logit_pairs` for all tokens, without the last.
+        The results of `read_logits` or `read_logit_pairs` except for the last one, for all tokens.
     """
     in_pairs, functions = bool(options.alpha), options.functions
     compute: Callable[..., Any] = functions.read_logit_pairs if in_pairs else functions.read_logits
@@ -244,8 +245,8 @@ def _over_chunks(
     size = _chunk_tokens(len(target), len(projection), states.device, states.dtype, in_place, passes)
     columns = []
     for start in range(0, len(target), size):
-        # Keep only work on logits in this loop: every operation costs a kernel launch per chunk. Gradients are computed
-        # here, since the backward pass would have to project every chunk again.
+        # Only what needs logits is in this loop, since every operation is a kernel launch per chunk. Gradients are
+        # computed here, since the backward pass would have to project every chunk again.
         chunk = slice(start, min(start + size, len(target)))
         product = states[chunk] @ projection.t()
         logits = product[:, :vocabulary_size]
@@ -253,7 +254,7 @@ def _over_chunks(
         columns.append(results)
         if gradients is not None and difference is not None:
             if in_place:
-                difference = product  # with its padding, if there is any
+                difference = product  # with its columns of padding
             torch.mm(difference, projection, out=gradients[0][chunk])
             _add_product(gradients[1], difference.t(), weighted_states[chunk])
         del product, logits, difference  # free them before the next chunk allocates its own
@@ -268,11 +269,11 @@ def _chunk_tokens(
     in_place: bool,
     passes: int = 1,
 ) -> int:
-    """Return the number of tokens of a chunk, counted in each pass, such that chunks have about the same number."""
+    """Return the number of rows of a chunk, one for each token of each pass, so that chunks are about equally large."""
     if device.type != "cuda":
         return max(1, _CHUNK_LOGITS // vocabulary_size // passes) * passes
-    # Unless the gradient takes the logits' place, there are probabilities and the gradient beside the logits, and for a
-    # divergence two more tensors of their size.
+    # Unless the gradient takes the place of the logits, memory holds the logits, their gradient and the probabilities,
+    # and for a divergence two more tensors of the size of the probabilities.
     bytes_per_logit = product_dtype.itemsize
     if not in_place:
         bytes_per_logit = 2 * product_dtype.itemsize + 4 * (1 if passes == 1 else 3)
@@ -292,14 +293,14 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 def read_logits(
     logits: Tensor, target: Tensor, sum_dtype: torch.dtype, epsilon: float, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Compute everything that reads a chunk of logits.
+    """Compute all terms of the loss that depend on single logits, for a chunk of tokens.
 
     Args:
         logits: products of states and weights [tokens, V].
         target: int64 [tokens, 1].
         sum_dtype: dtype of the probabilities.
         epsilon: the label smoothing.
-        with_gradient: compute the last result, which is None otherwise.
+        with_gradient: whether to compute the last result, which is None otherwise.
 
     Returns:
         Four tensors. The first three are [tokens, 1]: the largest logit, the target's logit, and the probability of the
@@ -324,10 +325,10 @@ def _probabilities(logits: Tensor, target: Tensor, sum_dtype: torch.dtype) -> tu
 def read_logit_pairs(
     logits: Tensor, target: Tensor, sum_dtype: torch.dtype, epsilon: float, with_gradient: bool, alpha: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Compute everything that reads a chunk of logits of two passes, P at even indices and Q at odd ones.
+    """Do what `read_logits` does for two passes over each token, P in even rows and Q in odd ones, with a divergence.
 
     Args:
-        logits, target, sum_dtype, epsilon, with_gradient: those of `read_logits`, for 2 tokens in place of each.
+        logits, target, sum_dtype, epsilon, with_gradient: see `read_logits`; there are two rows for each token.
         alpha: weight of the divergence.
 
     Returns:
@@ -335,8 +336,8 @@ def read_logit_pairs(
         result of `read_logits`, to which the gradient of alpha times the divergence is added.
     """
     probabilities, largest, target_logits, max_probability = _probabilities(logits, target, sum_dtype)
-    # log(P / Q) is the difference of the logits plus a number that all classes of a token share. It cancels: KL(Q || P)
-    # has it with the other sign, and the gradient subtracts `divergence`, which has it too.
+    # log(P / Q) is the difference of the logits plus a constant for each token. The constant is left out, because it
+    # cancels: KL(Q || P) has it with the other sign, and the gradient has log(P / Q) - KL(P || Q).
     half = 0.5 * alpha
     difference = (logits[::2].to(sum_dtype) - logits[1::2]).mul_(half)
     gradient, divergences = torch.empty_like(probabilities), []
@@ -345,7 +346,7 @@ def read_logit_pairs(
             difference.neg_()
         own, other, part = probabilities[first::2], probabilities[1 - first :: 2], gradient[first::2]
         torch.mul(own, difference, out=part)
-        divergence = part.sum(-1, keepdim=True) / half  # KL(own || other) less that number
+        divergence = part.sum(-1, keepdim=True) / half  # KL(own || other) without the constant
         divergences.append(divergence)
         # d KL(own || other) is own * (log(own / other) - KL) by own's logits, and other - own by other's. With the
         # gradient of the cross-entropy: own * (1 + half + half * (log(own / other) - KL)) - half * other.

@@ -1,4 +1,4 @@
-"""The optimizer and its learning-rate schedule (section 5.3), by the names in the recipe's `training:`; loss scaling.
+"""Optimizers and learning-rate schedules (section 5.3), by the names in the recipe's `training:`; loss scaling.
 
 The schedule "paper" and the optimizer "adam" are those of section 5.3. The other schedules rise linearly from 0 to
 `training.peak_learning_rate` within `training.warmup_steps`, and then decay.
@@ -19,7 +19,7 @@ from model.torch_private import set_gradient_scaling, skips_non_finite_steps
 _INITIAL_FACTOR = 2.0**16
 _GROWTH_INTERVAL = 2000
 Schedule = Callable[[int], float]
-"""Maps the number of the step that is about to be taken, from 1, to its learning rate. ValueError for 0 or less."""
+"""Maps the number of a step, from 1, to its learning rate. Raises ValueError for 0 or less."""
 
 
 def paper_schedule(settings: TrainingSettings, d_model: int, max_steps: int) -> Schedule:
@@ -38,9 +38,9 @@ def paper_schedule(settings: TrainingSettings, d_model: int, max_steps: int) -> 
 
 
 def inverse_sqrt_schedule(settings: TrainingSettings, d_model: int, max_steps: int) -> Schedule:
-    """Return the shape of the paper's schedule with a peak of its own: peak * sqrt(warmup_steps / step) at the end.
+    """Return a schedule of the paper's shape with a given peak: after the warm-up, peak * sqrt(warmup_steps / step).
 
-    Neither `d_model` nor `max_steps` have an effect. fairseq's schedule of this name starts at 1e-7 instead of 0.
+    Neither `d_model` nor `max_steps` has an effect. fairseq's schedule of this name starts at 1e-7 instead of 0.
     """
     return _decay_after_warmup(settings, lambda step: math.sqrt(settings.warmup_steps / step))
 
@@ -58,7 +58,7 @@ def cosine_schedule(settings: TrainingSettings, d_model: int, max_steps: int) ->
 
 
 def _decay_after_warmup(settings: TrainingSettings, decay: Callable[[int], float]) -> Schedule:
-    """Return a schedule that is `decay`, a factor on the peak, of the steps after the warm-up."""
+    """Return a schedule that rises linearly to the peak and then, at each step, is the peak times `decay(step)`."""
     assert settings.peak_learning_rate is not None
     peak = settings.learning_rate_factor * settings.peak_learning_rate
 
@@ -71,10 +71,7 @@ def _decay_after_warmup(settings: TrainingSettings, decay: Callable[[int], float
 
 
 def _progress(settings: TrainingSettings, step: int, max_steps: int) -> float:
-    """Return the share of the steps after the warm-up that lie before `step`, at most 1.
-
-    Without a last step (`max_steps` below 1) there is no progress.
-    """
+    """Return the share of the steps after the warm-up before `step`, at most 1; 0 if `max_steps` is below 1."""
     if max_steps < 1:
         return 0.0
     return min(1.0, (step - settings.warmup_steps) / (max_steps + 1 - settings.warmup_steps))
@@ -138,19 +135,18 @@ OPTIMIZERS: Registry[Callable[[Iterable[nn.Parameter], TrainingSettings], Optimi
 def build_optimizer(parameters: Iterable[nn.Parameter], settings: TrainingSettings) -> Optimizer:
     """Return the optimizer that `settings.optimizer` names, over all parameters.
 
-    Its learning rate has no effect: the schedule sets the rate before each step.
-
+    Its own learning rate has no effect, since the training step sets the schedule's rate before each step.
     Raises ValueError if no optimizer of that name is registered.
     """
     return OPTIMIZERS[settings.optimizer](parameters, settings)
 
 
 def take_step(optimizer: Optimizer, step: Callable[[], object], skip: Tensor, loss_scale: Tensor | None) -> None:
-    """Take an optimizer step over gradients that are multiplied by `loss_scale`; change nothing if `skip` is 1.
+    """Take an optimizer step with gradients that are multiplied by `loss_scale`; change nothing if `skip` is 1.
 
-    A fused optimizer of PyTorch reads both tensors on its own device, so that the host does not wait for it. For any
-    other one the gradients are divided here, and they are removed if the step is to be skipped, since optimizers ignore
-    parameters without a gradient. To know that, the host waits for the device.
+    PyTorch's fused optimizers read both tensors on the device, so that the host does not wait for it. For any other
+    optimizer, the host waits for `skip`. It then divides the gradients or, to skip the step, removes them, since
+    optimizers ignore parameters without a gradient.
 
     Args:
         optimizer: its parameters have gradients.
@@ -183,11 +179,11 @@ class LossScaler:
         """Number of steps since the factor changed."""
 
     def to(self, device: torch.device) -> None:
-        """Move the state to a device, where `update` changes it in place."""
+        """Move the state to a device."""
         self.factor, self._finite = self.factor.to(device), self._finite.to(device)
 
     def update(self, skipped: Tensor) -> None:
-        """Update the factor after a step; `skipped` is 1 if its gradient was not finite, else 0."""
+        """Update the factor in place after a step; `skipped` is 1 if its gradient was not finite, else 0."""
         finite = (self._finite + 1.0) * (1.0 - skipped)
         grows = (finite >= _GROWTH_INTERVAL).float()
         self.factor.mul_((1.0 - 0.5 * skipped) * (1.0 + grows))

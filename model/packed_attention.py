@@ -1,11 +1,12 @@
-"""Attention over a packed micro-batch: sentences end to end in a row, in which each token attends to its own only.
+"""Attention over packed rows: sentences lie end to end in a row, and each token attends to its own sentence only.
 
-Shapes: R query and M key tokens, whichever side they are from; H heads, K d_k, V d_v; P cells of padded groups.
+Shapes: in this file, R is the number of query tokens and M that of key tokens, whether source or target; H heads,
+K d_k, V d_v; P cells of padded groups.
 
-`Segments` describe the sentences of one attention. Two kinds of implementation read them. A kernel gets their offsets:
+`Segments` describe the sentences for one attention. Two kinds of implementation read them. A kernel reads the offsets:
 PyTorch's variable-length flash attention on a GPU (`FLASH_ATTENTION`), Triton's, or the compiled one on a CPU. Plain
 attention (`PLAIN_ATTENTION`) runs on any device, in any precision, for any heads, with dropout: it pads groups of
-sentences of similar length, and computes each group as `attend` computes a padded batch.
+sentences of similar length, and computes each group by `attend`, as a padded batch.
 """
 
 import operator
@@ -28,20 +29,19 @@ class Segments(NamedTuple):
     longest: int
     """Maximum number of tokens of a segment."""
     is_causal: bool
-    """Whether a query attends to the keys up to its own place in the segment only."""
+    """Whether a query attends only to keys up to its own place in the segment."""
     kernel: "AttentionFunction | None" = None
-    """Computes attention; None for plain attention."""
+    """The function that computes attention; None for plain attention."""
     query_ids: Tensor | None = None
-    """int32 [R], the segment of each token, or a number out of range at padding; None if the kernel does not read it.
-    """
+    """int32 [R], the segment of each query, out of range past the last segment; None if the kernel does not read it."""
     key_ids: Tensor | None = None
     """The same for keys."""
     padded: "PaddedGroups | None" = None
-    """For plain attention."""
+    """The padded groups of plain attention; None for a kernel."""
 
     @property
     def biases(self) -> list[Tensor]:
-        """Raise ValueError: rows had blocks, with a bias each, up to version 1.0."""
+        """Raise ValueError. Up to version 1.0, rows consisted of blocks with a bias each."""
         raise ValueError(
             "network.self_attention: this attention reads `segments.biases`, which version 1.1 does not have; override "
             "`attend` alone and remove the method `rows` (docs/extending.md)"
@@ -57,9 +57,9 @@ class RowAttention(NamedTuple):
 
     name: str
     function: AttentionFunction | None
-    """None for plain attention, for which each module calls its method `attend`."""
+    """None for plain attention, which each module computes by its method `attend`."""
     reads_ids: bool = False
-    """Whether it reads `query_ids` and `key_ids` of `Segments`."""
+    """Whether the function reads `query_ids` and `key_ids` of `Segments`."""
     constant_rows: bool = True
     """Whether all rows should have one length, so that a GPU runs the same shapes in all steps."""
 
@@ -68,13 +68,13 @@ PLAIN_ATTENTION = RowAttention("plain", None, constant_rows=False)
 
 
 class PaddedSide(NamedTuple):
-    """Where the tokens of a row are in padded groups, which follow one another."""
+    """Where the tokens of a row are in the cells of padded groups. The cells of all groups are numbered in sequence."""
 
     tokens: Tensor
-    """int64 [P + 1], the token of each cell. A cell after a sentence's end has the sentence's last token. The last
-    cell belongs to no group: it is the cell of all padding of the row."""
+    """int64 [P + 1], the place in the row of each cell's token. A cell after a sentence's end repeats its last
+    token. One more cell, which belongs to no group, stands for all padding of the row."""
     cells: Tensor
-    """int64 [R], the cell of each token."""
+    """int64 [R], the cell of each token of the row."""
     is_filler: Tensor
     """bool [P + 1, 1], True at cells after a sentence's end and at the last cell."""
 
@@ -89,12 +89,12 @@ class PaddedGroup(NamedTuple):
     num_keys: int
     """S."""
     bias: Tensor
-    """0 where attention is allowed and -inf elsewhere: [B, 1, 1, S], which hides padding, or [1, 1, T, S], which hides
-    what comes after a query, padding included."""
+    """0 where attention is allowed and -inf elsewhere: [B, 1, 1, S] hides padding; for causal attention, [1, 1, T, S]
+    hides keys after the query, padding included."""
 
 
 class PaddedGroups(NamedTuple):
-    """What plain attention reads."""
+    """The padded groups of one attention, which plain attention reads."""
 
     queries: PaddedSide
     keys: PaddedSide
@@ -106,7 +106,7 @@ def packed_segments(
 ) -> tuple[Segments, Segments, Segments]:
     """Return the segments of the encoder, of the decoder's self-attention and of its cross-attention.
 
-    The host does not wait for a device: it knows the sizes of the groups. `dtype` is that of queries, keys and values.
+    `dtype` is that of queries, keys and values. The host does not wait for a device.
     """
     source, target = batch.source_offsets, batch.target_offsets
     source_ids = target_ids = None
@@ -125,7 +125,7 @@ def packed_segments(
 
 
 def _segment_ids(offsets: Tensor, num_tokens: int) -> Tensor:
-    """Return the segment of each token, int32 [R]: the number of segments that end at or before it."""
+    """Return the segment of each token, int32 [R], which is the number of segments that end at or before the token."""
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=offsets.device)
     return torch.searchsorted(offsets[1:], tokens, out_int32=True, right=True)
 
@@ -133,7 +133,7 @@ def _segment_ids(offsets: Tensor, num_tokens: int) -> Tensor:
 def flash_attention(inputs: list[Tensor], segments: Segments, num_heads: int, d_k: int, dropout: float) -> Tensor:
     """Compute attention (equation 1) by PyTorch's variable-length attention.
 
-    It needs a GPU of compute capability 8.0, 16-bit numbers, and heads with d_k = d_v, a multiple of 8 up to 256.
+    It needs a GPU of compute capability 8.0 or more, 16-bit numbers, and d_k = d_v, a multiple of 8 up to 256.
 
     Args:
         inputs: queries, keys and values [R, H * (2 K + V)]; or queries [R, H * K] and keys and values
@@ -184,11 +184,10 @@ def attend_in_groups(
 ) -> Tensor:
     """Compute attention over padded groups of sentences.
 
-    Memory grows with the cells of each group, and so with the square of the longest sentence's length and not with that
-    times the number of sentences.
+    Each group has B * H * T * S weights. If all sentences were one group, T and S would be the longest lengths.
 
     `attend` maps queries [B, H, T, K], keys [B, H, S, K], values [B, H, S, V] and a bias to [B, H, T, V]. The other
-    arguments and the result are those of `flash_attention`. The result is zero at tokens of no sentence.
+    arguments and the result are those of `flash_attention`. The result is zero at padding of the row.
     """
     padded, dtype = segments.padded, inputs[0].dtype
     assert padded is not None
@@ -198,12 +197,12 @@ def attend_in_groups(
     sides = (padded.queries, num_queries), (padded.keys, num_keys)
     counts = [group.num_sentences for group in padded.groups]
     cells = []
-    for x, (side, lengths) in zip(inputs, sides, strict=False):
+    for x, (side, lengths) in zip(inputs, sides, strict=False):  # Self-attention has one input, of one side.
         moved = _Move.apply(x, side.tokens, side.cells, None).to(compute_dtype)
         *by_group, _ = moved.split([*map(operator.mul, counts, lengths), 1])
         cells.append(by_group)
     results = []
-    # Autocast would round to 16 bits again what is computed in float32.
+    # Autocast would round the inputs of products, which are in float32, to 16 bits again.
     with torch.autocast("cpu", enabled=False):
         for group, *own in zip(padded.groups, *cells, strict=True):
             sentences = [x.unflatten(0, (group.num_sentences, -1)) for x in own]
@@ -217,7 +216,10 @@ def attend_in_groups(
 
 
 class _Move(torch.autograd.Function):
-    """Select the rows `index` of x. Row i gets the gradient of row `inverse[i]`, or 0 where `has_no_gradient`."""
+    """Select the rows `index` of x. Row i of x gets the gradient of row `inverse[i]`, or 0 where `has_no_gradient`.
+
+    Repeated rows have a gradient of 0, so that nothing has to be added up, as the gradient of `index_select` does.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, has_no_gradient: Tensor | None) -> Tensor:
@@ -233,7 +235,7 @@ class _Move(torch.autograd.Function):
 
 
 def _compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which plain attention computes. On a CPU its backward pass is slow in 16 bits (torch 2.13)."""
+    """Return the dtype in which plain attention computes: on a CPU, 16-bit backward passes are slow (torch 2.13)."""
     return torch.float32 if device.type == "cpu" and dtype.itemsize == 2 else dtype
 
 
@@ -262,7 +264,7 @@ def _padded_groups(batch: PackedBatch, dtype: torch.dtype) -> tuple[PaddedGroups
 def _padded_side(
     offsets: Tensor, num_tokens: int, counts: list[int], lengths: list[int], dtype: torch.dtype
 ) -> tuple[PaddedSide, list[Tensor]]:
-    """Pad each group's sentences to its longest one, of `lengths`; return also the biases that hide the padding."""
+    """Pad the sentences of each group to its entry of `lengths`; return also the biases that hide the padding."""
     tokens, is_filler, biases, first = [], [], [], 0
     for count, length in zip(counts, lengths, strict=True):
         starts, ends = (offsets[start : start + count, None] for start in (first, first + 1))
@@ -276,7 +278,7 @@ def _padded_side(
     tokens.append(offsets.new_zeros(1))
     is_filler.append(torch.ones(1, dtype=torch.bool, device=offsets.device))
     token, filler = torch.cat(tokens).long(), torch.cat(is_filler)
-    # Cells after a sentence's end write to an entry after the row, which is cut off.
+    # Filler cells write to an additional entry after the row, which is cut off.
     numbers = torch.arange(len(token), device=offsets.device)
     cells = numbers.new_full((num_tokens + 1,), len(token) - 1)
     cells.scatter_(0, token.masked_fill(filler, num_tokens), numbers)

@@ -1,11 +1,11 @@
 """Sampling of tokens, in place of a search for the most probable ones: temperature, top-k and top-p.
 
 A sample is a function of the seed, the number of the sentence's line and the network. The random numbers are those of a
-counter, so they are the same in every batch, process and implementation of the search. Probabilities are rounded in
-another way by another implementation, or in a batch of another shape. Another token is drawn only where a random number
-lies within rounding of a border between tokens. A draw among all V tokens at once would have V borders, most of them
-between tokens that are hardly ever drawn, but each as near to the random number as any other. So a token is drawn in
-three steps, with three random numbers: a part of the vocabulary, a block of that part, and a token of that block.
+counter, so they are the same in every batch, process and implementation of the search. Probabilities are rounded
+differently in batches of other shapes and by other implementations. That changes a token only if a random number lies
+within rounding of the border between two tokens. A draw among all V tokens at once would have V borders, most of them
+between tokens that are hardly ever drawn. So a token is drawn in three steps, with three random numbers: a part of the
+vocabulary, a block of that part, and a token of that block.
 
 Shapes: B sentences, V vocabulary.
 """
@@ -88,7 +88,7 @@ def choose(log_probabilities: Tensor, uniforms: Tensor, sampling: Sampling) -> T
     Returns:
         int64 [B].
     """
-    # Without the largest, a very small temperature would make all of them -inf.
+    # Relative to the largest: otherwise, a very small temperature would make all of them -inf.
     logits = (log_probabilities - log_probabilities.amax(-1, keepdim=True)).double()
     weights, top_k = (logits / sampling.temperature).softmax(-1), sampling.top_k
     if top_k is not None or sampling.top_p < 1.0:

@@ -198,7 +198,7 @@ class DecodingSettings:
     length_penalty: float = 0.6
     """alpha in ((5 + length) / 6) ** alpha, Wu et al. 2016."""
     max_extra_tokens: int = 50
-    """Maximum number of tokens that a translation has more than its source."""
+    """Maximum number of tokens by which a translation is longer than its source."""
     stop_rule: str = "exact"
     """When a search stops. `exact`: no open hypothesis can win. `first`: `beam_size` hypotheses have ended."""
 

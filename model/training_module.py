@@ -1,8 +1,8 @@
 """The LightningModule: training steps over a rank's micro-batches, and validation.
 
-Optimization is manual, so that `global_step` and all intervals count optimizer steps, and so that ranks synchronize
-gradients once per step. The loss is a sum over target tokens, divided by the number of target tokens in the global
-batch. The gradient therefore does not depend on the number of ranks and micro-batches.
+Optimization is manual, so that `global_step` and all intervals count optimizer steps, and ranks synchronize gradients
+once per step. The loss is a sum over target tokens, divided by the number of target tokens in the global batch.
+Therefore the gradient does not depend on the number of ranks and micro-batches.
 """
 
 from collections.abc import Callable
@@ -29,14 +29,14 @@ _SEED_RANGE = 1 << 63
 
 
 class StepOutputs(TypedDict):
-    """What a training step tells the monitor, in tensors on the device. The first four are 0 if it was skipped."""
+    """What a training step tells the monitor, as tensors on the device. The first four are 0 for a skipped step."""
 
     smoothed: Tensor
-    """The loss, summed over this rank's target tokens; as `likelihood` and `correct`."""
+    """The loss. This and the next two fields are sums over this rank's target tokens."""
     likelihood: Tensor
     """Negative log-likelihood."""
     correct: Tensor
-    """Number of tokens that were the most probable ones."""
+    """Number of target tokens that the network finds the most probable."""
     tokens: Tensor
     """Number of target tokens of all ranks."""
     gradient_norm: Tensor
@@ -73,14 +73,14 @@ class TranslationModule(LightningModule):
         # Small gradients would underflow in 16 bits.
         self.loss_scale = LossScaler() if backend.precision == "16-mixed" else None
         self._search: tuple[GreedySearch, ...] = ()
-        """The search of the current validation. As an attribute, a module would be part of every checkpoint."""
+        """The search of the current validation, in a tuple: as an attribute, a module would be in every checkpoint."""
         self.validation_sums: dict[str, Tensor] = {}
         """Sums over target tokens, float64 [sources]."""
         self._validation_scalars: dict[str, float] = {}
         self._validation_sources: list[str] = []
         self._source_of_pair: Tensor | None = None
         self._skipped = torch.zeros(2)
-        """Number of skipped steps: in all, and in the current unbroken sequence. On the CPU before the first step."""
+        """Number of skipped steps: in all, and in a row up to now. On the CPU before the first step."""
 
     def transfer_batch_to_device(
         self, batch: RankBatch | PaddedBatch, device: torch.device, dataloader_idx: int
@@ -90,13 +90,13 @@ class TranslationModule(LightningModule):
 
     def on_fit_start(self) -> None:
         """Disable cuDNN's attention kernels."""
-        # PyTorch prefers them to its flash kernel on some GPUs, and cuDNN plans them again for every batch shape.
+        # On some GPUs PyTorch prefers them to its flash kernel, and cuDNN plans anew for every shape of a batch.
         torch.backends.cuda.enable_cudnn_sdp(False)
 
     def states(self, batch: PackedBatch | PaddedBatch, passes: int = 1) -> Tensor:
         """Return the decoder's states: [M, D] of a packed batch, [B, T, D] of a padded one.
 
-        Those of several passes, each with other dropout, are stacked: [passes, ...].
+        The states of several passes, each with dropout of its own, are stacked: [passes, ...].
         """
         if isinstance(batch, PaddedBatch):
             padded = PaddedTransformer(self.network)
@@ -114,7 +114,7 @@ class TranslationModule(LightningModule):
     def losses(self, batch: PackedBatch | PaddedBatch, scale: Tensor | float | None = None) -> LossSums:
         """Return sums of the loss over a batch's target tokens; for `scale`, see `label_smoothed_loss`.
 
-        With R-Drop, in training mode, the batch passes through the network twice, each time with other dropout.
+        With R-Drop, in training mode, the batch passes through the network twice, with different dropout.
         """
         alpha = self.training_settings.r_drop_alpha if self.training else 0.0
         states = self.states(batch, passes=2 if alpha else 1)
@@ -134,9 +134,6 @@ class TranslationModule(LightningModule):
         If the gradient is not finite, the step is skipped: weights and optimizer state do not change, but the batch
         and the step number are used up. All ranks have the same gradient and decide alike. With a fused optimizer
         the host does not wait for the device.
-
-        Returns:
-            For the monitor, tensors on the device.
         """
         step, optimizer = self.global_step + 1, self.optimizers()
         assert not isinstance(optimizer, list)
@@ -147,18 +144,18 @@ class TranslationModule(LightningModule):
         factor, loss_scale = self._loss_factor(rank_batch)
         sums, last = [], len(rank_batch.micro_batches) - 1
         for number, batch in enumerate(rank_batch.micro_batches):
-            # Dropout follows from (seed, step, rank, micro-batch) alone. A resumed run therefore drops what an
-            # uninterrupted one drops, although no random state is saved, and no two micro-batches drop alike.
+            # Dropout depends on (seed, step, rank, micro-batch) alone. So a resumed run has the same dropout as an
+            # uninterrupted one, although no random state is saved, and each micro-batch has dropout of its own.
             default_generator(self.device).manual_seed(_dropout_seed(self.seed, step, self.global_rank, number))
-            # Gradients of the micro-batches before the last one add up on this rank. The backward pass of the last one
-            # reduces the sums over ranks, once a step.
+            # Gradients of the micro-batches add up on this rank. The backward pass of the last one reduces the sums
+            # over ranks, once per step.
             with nullcontext() if number == last else self._no_synchronization():
                 sums.append(self._add_gradients(batch, factor))
-        # The optimizer changes the weights that these are casts of.
+        # The cache holds casts of weights that the optimizer is about to change.
         torch.clear_autocast_cache()
 
-        # All ranks have the same gradients now, so they compute the same norm, and clip and skip alike. Walking through
-        # the network's modules for its parameters takes longer than the norm.
+        # All ranks have the same gradients now, so they compute the same norm, and clip and skip alike. Parameters come
+        # from the optimizer: `network.parameters()` takes the host longer than the norm.
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         norm = total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
         if loss_scale is not None:
@@ -188,8 +185,8 @@ class TranslationModule(LightningModule):
 
     def _loss_factor(self, rank_batch: RankBatch) -> tuple[Tensor | float, Tensor | None]:
         """Return the factor on the loss of each micro-batch, and the part of it that the optimizer divides by."""
-        # The step follows the gradient of the sum of all ranks' losses, divided by their number of target tokens. DDP
-        # averages gradients over ranks, which divides that sum by world_size; this factor makes up for it.
+        # The wanted gradient is that of the sum of all ranks' losses, divided by the number of their target tokens. DDP
+        # averages gradients over ranks, which divides the sum by world_size; this factor makes up for it.
         factor = self.trainer.world_size / rank_batch.num_target_tokens
         if self.loss_scale is None:
             return factor, None
@@ -200,11 +197,11 @@ class TranslationModule(LightningModule):
         """Run the forward and backward passes of a micro-batch.
 
         Returns:
-            [3], the sums of loss, negative log-likelihood and correct predictions over its target tokens.
+            [3]: loss, negative log-likelihood and correct predictions, each summed over the target tokens.
         """
         with _weights_cast_once(self.device.type):
             losses = self.losses(batch, factor)
-        # Products of plain attention are in float32; autocast would round those of the backward pass to 16 bits.
+        # Plain attention computes products in float32; autocast would compute their backward pass in 16 bits.
         with torch.autocast(self.device.type, enabled=False):
             self.manual_backward(losses.smoothed)
         return torch.stack([losses.smoothed.detach() / factor, losses.negative_log_likelihood, losses.num_correct])
@@ -248,7 +245,7 @@ class TranslationModule(LightningModule):
         self._validation_sources, self._source_of_pair = names, of_pair
 
     def on_validation_epoch_start(self) -> None:
-        """Reset the sums and the search, whose weights may be a copy of those of the last validation."""
+        """Reset the sums, and the search, which may hold a copy of the weights of the last validation."""
         self._search, self._validation_scalars = (), {}
         if self._source_of_pair is not None:
             self._source_of_pair = self._source_of_pair.to(self.device)
@@ -278,11 +275,11 @@ class TranslationModule(LightningModule):
         if not self._search:  # Made here, once callbacks have put averaged weights in place.
             special = self.special
             self._search = (self.backend.search.function(self.network, special.bos, special.eos, special.pad),)
-        # A search's memory grows with its answers. A batch of very short sentences is searched in parts, so that it
-        # does not need more memory than a training step.
+        # The memory of a search grows with its answers. A batch of very short sentences is searched in parts, so that
+        # the search does not need more memory than a training step.
         max_sentences = max(1, batch.source.numel() // SHORTEST)
         tokens, lengths = [], []
-        # Under inference mode, in which validation runs, autocast would cast the weights again for each token.
+        # Validation runs in inference mode, in which autocast would cast the weights again for each token.
         with torch.inference_mode(False), torch.no_grad(), _weights_cast_once(self.device.type):
             for start in range(0, batch.source.size(0), max_sentences):
                 sentences = slice(start, start + max_sentences)
@@ -304,8 +301,8 @@ class TranslationModule(LightningModule):
     def validation_losses(self) -> dict[str, float]:
         """Return loss, negative log-likelihood, perplexity and accuracy over all ranks' target tokens.
 
-        With several sources, loss and negative log-likelihood of each as well. All ranks call it at the end of a
-        validation; the first call reduces the sums.
+        With several sources, the loss and negative log-likelihood of each are included. All ranks have to call this at
+        the end of a validation; the first call reduces the sums.
         """
         if self._validation_scalars:
             return self._validation_scalars
@@ -341,15 +338,15 @@ class TranslationModule(LightningModule):
 def _weights_cast_once(device: str) -> torch.autocast:
     """Return an autocast context that caches cast weights for all micro-batches of a step, or all tokens of a search.
 
-    Lightning's own context around the step disables the cache, and clears it when the step ends. Inside a compiled
-    network the cache has no effect: each micro-batch casts.
+    Lightning's own context around the step disables the cache, and clears it when the step ends. In a compiled network
+    the cache has no effect: weights are cast for each micro-batch.
     """
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     return torch.autocast(device, dtype, enabled=enabled, cache_enabled=True)
 
 
 def _dropout_seed(*parts: int) -> int:
-    """Hash (seed, step, rank, micro-batch) to a seed, so that all of them have different random numbers."""
+    """Hash (seed, step, rank, micro-batch) to a seed, so that each micro-batch has random numbers of its own."""
     state = 0x9E3779B97F4A7C15
     for part in parts:
         state = (state ^ (part + 0x632BE59BD9B4E019)) * 0xD1342543DE82EF95 & 0xFFFFFFFFFFFFFFFF

@@ -35,8 +35,8 @@ def sinusoidal_table(num_positions: int, d_model: int, start: int = 0, device: t
     """
     position = torch.arange(start, start + num_positions, dtype=torch.float64, device=device).unsqueeze(1)
     even = torch.arange(0, d_model, 2, dtype=torch.float64, device=device)
-    # In two parts, whose sum is exact, because the export to ONNX rounds a number to float32. `torch.tensor` would not
-    # do: torch.export cannot save it as part of a loop.
+    # The exponent is the sum of two numbers, because the export to ONNX rounds each number to float32. `torch.tensor`
+    # does not make them, because torch.export cannot save its result as part of a loop.
     exponent = -math.log(10000.0) / d_model
     high = math.floor(exponent * 1048576.0) / 1048576.0
     exponents = torch.full([2], high, dtype=torch.float64, device=device)
@@ -54,7 +54,7 @@ class SinusoidalPositions(nn.Module):
         super().__init__()
         self.d_model = d_model
         self.max_positions = 0  # unlimited
-        # The table is not saved in checkpoints. It must not grow: EMA pairs the buffers of two networks.
+        # The table is not saved in checkpoints. Its size must not change: EMA pairs the buffers of two networks.
         self.register_buffer("table", sinusoidal_table(num_positions, d_model), persistent=False)
 
     def forward(self, start: int, length: int) -> Tensor:
@@ -134,7 +134,7 @@ class Transformer(nn.Module):
     def embed(self, ids: Tensor, encodings: Tensor) -> Tensor:
         """Return dropout(embeddings * sqrt(D) + encodings) of int64 ids [...] (sections 3.4, 3.5 and 5.4).
 
-        The positional encodings are of a shape that broadcasts to that of the result, [..., D].
+        The shape of `encodings` broadcasts to that of the result, [..., D].
         """
         return self.dropout(self.embedding(ids) * self.embedding_scale + encodings)
 
@@ -145,7 +145,7 @@ class Transformer(nn.Module):
         Training computes the same by `rows`; decoding and exports call `PaddedTransformer`.
 
         Args:
-            source: int64 ids [B, S], padded on the right. Each sentence has a token that is no padding.
+            source: int64 ids [B, S], padded on the right. Each sentence has one token or more.
             target: int64 ids [B, T], padded on the right: the begin symbol followed by the answer without its last
                 token.
             pad_id: id of the padding symbol; 0 in the tokenizers that `prepare` trains.
@@ -170,8 +170,8 @@ class Transformer(nn.Module):
                 cross-attention.
 
         Returns:
-            Decoder states [M, D], for each sentence those of `PaddedTransformer`. Those of padding are finite and have
-            no meaning.
+            Decoder states [M, D]: those of each sentence are those of `PaddedTransformer`, to rounding; those of
+            padding are finite and have no meaning.
         """
         encoder, decoder, cross = segments
         memory = self._embed_rows(*source, encoder.longest)
@@ -184,12 +184,10 @@ class Transformer(nn.Module):
         return self.decoder_norm(x).to(x.dtype)
 
     def _embed_rows(self, ids: Tensor, positions: Tensor, longest: int) -> Tensor:
-        # Each sentence of a row has positions from 0 on: an encoding is selected by the position, not by the place in
-        # the row.
+        # Encodings are selected by the position in the sentence, not by the place in the row.
         x = self.embed(ids, self.positions(0, longest)[positions])
-        # Under autocast a product returns 16 bits whatever it is given, and a sum of 16 and 32 bits has 32. The sum
-        # that runs through the layers is therefore cast once, here: each layer keeps the type of its input, which
-        # halves what its residual connections and norms read and write.
+        # Under autocast, products return 16 bits, but a sum of 16 and 32 bits has 32. x is therefore cast once, here,
+        # and each layer keeps the dtype of its input: this halves what residual connections and norms read and write.
         device = x.device.type
         return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
@@ -198,7 +196,7 @@ class Transformer(nn.Module):
         return self.projection(states, self.embedding.weight)
 
     def projection_operands(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return states [..., D'] and a weight [V, D'] whose product is `logits(states)`, for the loss.
+        """Return states [..., D'] and a weight [V, D'] with `states @ weight.T` equal to the logits, for the loss.
 
         With an output bias, D' is D + 8: the states get a column of ones, and the weight the bias. The other columns
         are zeros, because a GPU multiplies widths that are a multiple of 8 faster.
@@ -214,8 +212,8 @@ class Transformer(nn.Module):
 class PaddedTransformer(nn.Module):
     """A network for padded batches of ids. It shares the network's modules and weights.
 
-    It compiles with `torch.jit.script`. It holds no arithmetic of layers: it calls the methods that the network's parts
-    have for padded batches. A given target is decoded as one step of all its positions.
+    It compiles with `torch.jit.script`. All arithmetic is in the layers, whose methods for padded batches it calls. A
+    given target is decoded in one step, for all its positions.
     """
 
     def __init__(self, network: Transformer) -> None:
@@ -234,7 +232,6 @@ class PaddedTransformer(nn.Module):
         """
         x = self.network.embed(source, self.network.positions(0, source.size(1)))
         bias = _bias(source_mask[:, None], x.dtype) if source_mask is not None else None
-        # No error code in `type: ignore`: TorchScript would parse it as a type.
         for layer in self.network.encoder:
             x = layer(x, bias)
         return self.network.encoder_norm(x)
@@ -244,10 +241,11 @@ class PaddedTransformer(nn.Module):
 
         Args:
             memory: the encoder's output [B, S, D].
-            num_slots: number of slots for self-attention, which are not initialized. With 0, `step` returns longer
-                caches instead of writing to this one.
+            num_slots: number of slots for self-attention, which are not initialized. With 0, `step` returns a longer
+                cache instead of writing to this one.
         """
         cache: Cache = []
+        # No error code in `type: ignore`: TorchScript would parse it as a type.
         for layer in self.network.decoder:
             keys, values = layer.cross_attention.keys_values(memory)  # type: ignore
             batch_size, num_heads = keys.size(0), keys.size(1)
@@ -272,15 +270,15 @@ class PaddedTransformer(nn.Module):
     ) -> tuple[Tensor, Cache]:
         """Run the decoder for the next position of N hypotheses per sentence.
 
-        The hypotheses are the queries of both attentions, so the cache holds each sentence's memory once. The cache
-        is a lattice that is never reordered: each position of a hypothesis has a slot, which is written once, and
-        `path_mask` selects the slots on a hypothesis's path.
+        The hypotheses of a sentence are the queries of both attentions, so that the cache holds the sentence's memory
+        once. The cache is never reordered: each position of a hypothesis has a slot, which is written once, and
+        `path_mask` selects the slots on each hypothesis's path.
 
         Args:
             last: int64 ids [B, N], the last token of each hypothesis (the begin symbol at position 0).
             position: the position of the last tokens.
-            start: number of cache slots in use. The next N are written in place; if there are no more slots, the
-                cache stays as it is.
+            start: number of cache slots in use. The next N slots are written in place; if all are in use, the cache
+                does not change, and the result has a longer one.
             cache: what `init_cache` returned.
             source_mask: bool [B, S], True at tokens; or None.
             path_mask: bool [B, N, start + N], True at the slots on each hypothesis's path, its own slot included. The

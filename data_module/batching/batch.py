@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from data_module.corpus.store import ParallelCorpus, TokenStore
 
 _SIMILAR_SHARE, _SIMILAR_TOKENS = 0.8, 4
-"""A pair is in the group of a longer one if it has at least this share of its tokens, or lacks at most this many."""
+"""A pair joins the group of a longer pair if it has this share of the longer pair's tokens, or at most 4 fewer."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class PackedBatch:
     """One micro-batch of training: a row of source sentences and a row of target sentences.
 
     Shapes: R is the length of the source row and M that of the target row. Sentences lie end to end, the longest first,
-    and padding follows them: its id and label are the padding symbol, and nothing depends on it. Padding is divided
-    into segments that are not longer than the corpus's longest sentence; the number of segments is constant, and so are
-    R and M if `RowShape.constant`.
+    followed by padding, whose ids and labels are the padding symbol and which no result depends on. A segment is a
+    sentence, or a part of the padding that is not longer than the corpus's longest sentence. The number of segments is
+    constant, and so are R and M if `RowShape.constant`.
     """
 
     source: Tensor
@@ -64,44 +64,42 @@ class PackedBatch:
     groups: list[LengthGroup]
     """The sentences as groups of similar length, in the order in which they lie in the rows."""
     longest: int
-    """Maximum length of a segment."""
+    """Upper bound on the length of a segment: the length of the corpus's longest sentence."""
 
 
 _TENSORS = [field.name for field in fields(PackedBatch) if field.type is Tensor]
 
 
 class PackedShape(NamedTuple):
-    """Sizes of a packed micro-batch, which the host knows whatever device the tensors are on."""
+    """Sizes of a packed micro-batch, as numbers that the host can read without waiting for a device."""
 
     source_tokens: int
-    """R, and `target_tokens` is M; see `PackedBatch`."""
+    """R; see `PackedBatch`."""
     target_tokens: int
+    """M."""
     segments: int
-    """Number of segments of either side."""
+    """Number of segments, the same on both sides."""
     groups: list[LengthGroup]
     """See `PackedBatch`."""
 
     @property
     def sizes(self) -> list[int]:
-        """Sizes of the parts of the array in which the micro-batch is stored, in the order of `_TENSORS`."""
+        """Lengths of the micro-batch's tensors, in the order of `_TENSORS`."""
         source, target, offsets = self.source_tokens, self.target_tokens, self.segments + 1
         return [source, source, offsets, target, target, target, offsets]
 
 
 @dataclass
 class RankBatch:
-    """One rank's micro-batches of one optimizer step.
-
-    They are stored in one array, so that a single copy moves them to another process or to a GPU.
-    """
+    """One rank's micro-batches of one optimizer step, in one array: a single copy moves them to a process or a GPU."""
 
     numbers: Tensor
     """int32: all tensors of each micro-batch, flat, one after another."""
     shapes: list[PackedShape]
-    """Sizes of each micro-batch. Never empty: a rank without pairs runs one that is all padding, so that every rank
-    takes part in the same collectives."""
+    """Sizes of each micro-batch. Never empty: a rank without pairs has one micro-batch that is all padding, so that
+    every rank takes part in the same collectives."""
     longest: int
-    """Maximum length of a segment."""
+    """See `PackedBatch`."""
     num_target_tokens: int
     """Number of target tokens in the global batch, over all ranks. The loss is divided by it."""
     epoch: int
@@ -158,9 +156,10 @@ def collate(
     index: int = 0,
     num_batches: int = 1,
 ) -> RankBatch:
-    """Return the pairs of each micro-batch, as indices into the corpus, as a `RankBatch`, using array operations only.
+    """Collate one rank's pairs, using array operations only.
 
-    `RankBatch` describes the arguments after the shape.
+    `rows` has the pairs of each micro-batch, as indices into the corpus. For the arguments after `shape`, see
+    `RankBatch`.
     """
     parts, shapes, num_tokens = [], [], 0
     rows = [longest_first(corpus, pairs) for pairs in rows]
@@ -208,7 +207,7 @@ def length_groups(source_lengths: NDArray[np.integer], target_lengths: NDArray[n
         target_lengths: [pairs].
 
     Returns:
-        The groups. Without pairs there is one, of a token of padding, so that every weight has a gradient.
+        The groups. Without pairs there is one group, of a single token of padding, so that every weight has a gradient.
     """
     if len(source_lengths) == 0:
         return [LengthGroup(1, 1, 1)]
@@ -228,8 +227,8 @@ def _end_to_end(
 ) -> tuple[PackedShape, NDArray[np.int64], NDArray[np.int64]]:
     """Place sentences end to end; return the sizes of the micro-batch and the offsets of both sides.
 
-    Padding is divided evenly, on both sides into as many segments: segment i of the target attends to segment i of the
-    source.
+    Padding is divided evenly into equally many segments on both sides: segment i of the target attends to segment i of
+    the source.
     """
     sizes = [shape.source_tokens, shape.target_tokens]
     if not shape.constant:
@@ -238,13 +237,13 @@ def _end_to_end(
     num_padding = ceil(max(padding) / shape.longest)
     sides = []
     for size, lengths, rest in zip(sizes, (source, target), padding, strict=True):
-        # Segments that are not needed begin and end at the row's end: they are empty. Kernels are compiled and launched
-        # for one number of segments, whatever number of sentences there is.
+        # Segments that are not needed are empty and lie at the row's end: kernels are compiled and launched for a fixed
+        # number of segments.
         offsets = np.full(shape.segments + 1, size, np.int64)
         offsets[0] = 0
         offsets[1 : len(lengths) + 1] = np.cumsum(lengths)
         # Evenly divided, no segment of padding is longer than the longest sentence, which kernels are launched for.
-        # Rounded up, the first one is empty on neither side: a rank without pairs computes attention of its token.
+        # Ends are rounded up, so that the first segment has a token on both sides: a rank without pairs computes it.
         divided = size - rest - (np.arange(num_padding + 1) * -rest) // num_padding
         offsets[len(lengths) : len(lengths) + num_padding + 1] = divided
         sides.append(offsets)
@@ -253,8 +252,8 @@ def _end_to_end(
 
 
 def _places(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the places of all tokens of sentences that begin at `starts`, sentence by sentence."""
-    # `arange` counts through all sentences; less the tokens before each sentence, it counts within the sentence.
+    """Return the places in the row of all tokens of sentences that begin at `starts`, sentence by sentence."""
+    # `arange` counts the tokens of all sentences; subtracting those of earlier sentences counts within a sentence.
     return np.repeat(starts - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
 
 
@@ -267,7 +266,7 @@ def _fill(
     ids: NDArray[np.int32],
     positions: NDArray[np.int32],
 ) -> NDArray[np.int64]:
-    """Write tokens and EOS of sentences to `ids`, and their positions; return the places of both."""
+    """Write tokens and EOS of sentences to `ids`, their positions to `positions`; return their places in the row."""
     places = _places(starts, lengths)
     within = _places(np.zeros_like(lengths), lengths)
     positions[places] = within
@@ -279,13 +278,14 @@ def _fill(
 
 
 class LengthBucket(NamedTuple):
-    """Pairs of similar length."""
+    """Pairs of similar length, for a `PaddedBatch`."""
 
     pairs: NDArray[np.integer]
     """[n] indices into the corpus."""
     source_length: int
+    """Length of the longest source, including EOS."""
     target_length: int
-    """Both lengths are the longest in the bucket, including EOS."""
+    """The same for targets."""
     is_translated: bool = True
     """See `PaddedBatch`."""
 
@@ -298,7 +298,7 @@ def length_buckets(
     Args:
         source_lengths: [pairs], including EOS.
         target_lengths: [pairs], including EOS.
-        max_tokens: number of pairs times the longest length, unless a single pair is longer.
+        max_tokens: maximum number of pairs times the longest length; a longer pair is in a bucket of its own.
     """
     # Pairs of equal lengths keep the order of the corpus.
     order = np.lexsort((-target_lengths.astype(np.int64), -source_lengths.astype(np.int64)))
@@ -334,10 +334,10 @@ class PaddedBatch:
     pairs: Tensor
     """int32 [B]: indices into the corpus."""
     is_filler: bool = False
-    """Other ranks have one batch more. The labels are all padding, so that every rank takes part in the same
-    collectives."""
+    """Whether the batch stands for one that only other ranks have. Its labels are all padding; with it, every rank
+    takes part in the same collectives."""
     is_translated: bool = True
-    """Whether validation also translates the sources, all of them or none."""
+    """Whether validation also translates the sources of this batch."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "PaddedBatch":
         """Return a copy on another device."""

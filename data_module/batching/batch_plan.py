@@ -1,4 +1,4 @@
-"""Plan which pairs form each optimizer step, once a node, for all its processes.
+"""Plan which pairs form each optimizer step, once per node, for all processes of the node.
 
 A *global batch*, which is one optimizer step, is a random set of pairs. It depends only on (lengths, settings, seed,
 epoch), not on the number of ranks. Lengths include EOS.
@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 KEPT_PLANS = 4
 """How many plans a user's folder keeps, the newest. A process that needs a removed one makes it again."""
 _CODE = Path(__file__).read_bytes()
-"""Read at import: during a run the file may change, or go."""
+"""This file, part of what names a plan. It is read at import, because it may change or disappear during a run."""
 _WINDOW_BATCHES = 256
-"""About how many batches' lengths are summed at a time, so that memory does not grow with the corpus."""
+"""The number of batches, about, that are cut at a time, so that memory does not grow with the corpus."""
 
 
 class EpochPlan:
@@ -109,10 +109,10 @@ def _cut(
     target_lengths: NDArray[np.integer],
     batch_tokens: int,
 ) -> tuple[list[int], list[int]]:
-    """Cut a random order of pairs into batches; return where each begins, with the end, and its target tokens."""
-    # A batch ends before the first pair with which its tokens exceed `batch_tokens` on either side: a binary search in
-    # running sums, computed for a window of pairs at a time. A batch that the window cuts off is planned again at the
-    # beginning of the next one. A window of more pairs than a batch has tokens holds at least one whole batch.
+    """Cut a random order of pairs into batches; return where each begins, then the end, and its target tokens."""
+    # A batch ends before the first pair with which its tokens exceed `batch_tokens` on either side. A binary search in
+    # running sums finds it, for a window of pairs at a time. A batch that the window cuts off is cut again at the
+    # beginning of the next window. A window of more pairs than a batch has tokens holds at least one whole batch.
     mean = max(1.0, float(max(source_lengths.mean(), target_lengths.mean())))
     window = max(int(_WINDOW_BATCHES * batch_tokens / mean), batch_tokens) + 1
     starts, target_tokens = [0], []
@@ -139,9 +139,9 @@ def _cut(
 def epoch_pairs(num_pairs: Sequence[int], weights: Sequence[float], seed: int, epoch: int) -> NDArray[np.uint32] | None:
     """Return the pairs of an epoch as indices, in the order of the corpus; None if each occurs once.
 
-    An epoch has floor(weight) copies of a source and, for the rest of the weight, a random sample of its pairs. Where
-    the size of the sample would not be whole, it is rounded up or down at random, so that it is right on average.
-    Seed and epoch determine the sample.
+    An epoch has floor(weight) copies of a source and, for the rest of the weight, a random sample of its pairs. If the
+    size of the sample is not a whole number, it is rounded up or down at random, so that its mean is right. Seed and
+    epoch determine the sample.
     """
     if all(weight == 1 for weight in weights):
         return None
@@ -163,7 +163,7 @@ def epoch_pairs(num_pairs: Sequence[int], weights: Sequence[float], seed: int, e
 
 
 def fewest_pairs(num_pairs: Sequence[int], weights: Sequence[float]) -> int:
-    """Return a number of pairs that no epoch falls short of."""
+    """Return a lower bound on the number of pairs of an epoch."""
     return sum(int(round(size * weight, 6)) for size, weight in zip(num_pairs, weights, strict=True))
 
 
@@ -208,7 +208,7 @@ class Epochs:
         Raises:
             ValueError: see `plan_epoch`.
         """
-        # The name covers all that the plan depends on: a process never maps the plan of other code or another corpus.
+        # The name is a hash of all that the plan depends on: no process maps a plan of other code or another corpus.
         settings = (sorted(self._settings.items()), self._weights)
         key = repr((self.corpus(epoch).identity, settings, epoch, np.__version__))
         name = hashlib.sha256(_CODE + key.encode()).hexdigest()[:32]
@@ -229,10 +229,10 @@ class Epochs:
 
 
 def shared_plan(folder: Path, name: str, make: Callable[[], EpochPlan]) -> EpochPlan:
-    """Map the plan of this name in the folder. If it does not exist, one of the calling processes computes it.
+    """Map the plan of this name in the folder. If it does not exist, one of the calling processes makes it.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: the folder cannot be read or written.
     """
     path = folder / f"{name}.plan"
     with suppress(FileNotFoundError):  # Then it is computed below.

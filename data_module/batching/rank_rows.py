@@ -1,8 +1,8 @@
 """Divide a global batch into rows of constant length, for each rank.
 
 A *row* holds the source or the target sentences of one micro-batch, one after another, and padding after the last one.
-For flash attention and Triton's, all micro-batches have rows of the same two lengths, so that a GPU always runs the
-same shapes. Lengths include EOS.
+For flash attention and Triton's attention, all micro-batches have rows of the same two lengths, so that a GPU always
+runs the same shapes. Lengths include EOS.
 """
 
 from math import ceil
@@ -16,13 +16,13 @@ ROW_SLACK = 1.05
 ROW_MULTIPLE = 128
 """Rows have a multiple of this many tokens, which suits matrix products."""
 MIN_PADDING_TOKENS = 16
-"""At least this many tokens at the end of a row of constant length are padding; of other rows, at most this many."""
+"""A row of constant length ends with at least this many tokens of padding, any other row with at most this many."""
 _EVEN_COST_LENGTH = 1024
 """The sentence length at which attention, which grows with its square, costs about as much as everything else."""
 _CANDIDATES = 4
-"""A pair may go to any of this many parts, the micro-batches of all ranks, of about the same cost."""
+"""A pair may go to any of this many parts of about the same cost; the parts are the micro-batches of all ranks."""
 _BUNDLES, _SINGLES = 16, 48
-"""Of how many bundles of pairs and of how many single pairs a part consists, if it would have more pairs than these."""
+"""With more pairs per part than both together, pairs are dealt as this many bundles and single pairs per part."""
 
 
 class RowShape(NamedTuple):
@@ -33,13 +33,13 @@ class RowShape(NamedTuple):
     target_tokens: int
     """The same for targets."""
     segments: int
-    """Maximum number of sentences together with the segments that padding is divided into."""
+    """Number of segments of a row: room for sentences, and for the segments that padding is divided into."""
     longest: int
     """Length of the longest sentence of the corpus."""
     per_rank: int
-    """Number of micro-batches per rank and optimizer step, unless sentences happen not to fit."""
+    """Number of micro-batches per rank and optimizer step; one more where sentences happen not to fit."""
     constant: bool = True
-    """Fill all rows up to these lengths; otherwise they are as long as their sentences need."""
+    """Whether all rows are padded to these lengths; if not, a row is as long as its sentences need."""
 
     @property
     def max_sentences(self) -> int:
@@ -48,8 +48,8 @@ class RowShape(NamedTuple):
 
 
 def _padding_segments(source_tokens: int, target_tokens: int, longest: int) -> int:
-    # A row without sentences is padding only. No segment may be longer than the longest sentence, because kernels of
-    # attention are launched for that length.
+    # The most padding is that of a row without sentences. No segment may be longer than the longest sentence, because
+    # attention kernels are launched for that length.
     return ceil(max(source_tokens, target_tokens) / longest)
 
 
@@ -82,7 +82,7 @@ def row_shape(
                 f"batches.{key} {most} is less than the longest sentence, {longest} tokens; raise it, or lower "
                 "corpus.max_tokens"
             )
-    # A batch that is full on the side with more tokens has this many tokens on each side, on average.
+    # The mean number of tokens on each side of a batch that is full on the side with more tokens.
     shares = [batch_tokens * mean / max(mean_lengths) for mean in mean_lengths]
     # The fewest micro-batches whose rows fit on a device. The loop ends, since a row of just the longest sentence fits.
     per_rank = 1
@@ -91,24 +91,24 @@ def row_shape(
         if max(lengths) <= _rounded(limit):
             break
         per_rank += 1
-    # The number of sentences varies from row to row: a quarter and 16 more than the mean are hardly ever exceeded, and
-    # where they are, `rank_rows` makes another micro-batch.
+    # The number of sentences varies from row to row. It hardly ever exceeds 1.25 times the mean plus 16; where it does,
+    # `rank_rows` makes another micro-batch.
     expected = max(lengths) / max(mean_lengths)
     segments = ceil(1.25 * expected) + 16 + _padding_segments(lengths[0], lengths[1], longest)
-    # A micro-batch's tensors lie in one array, and Inductor copies an input that does not begin at 16 bytes: the
-    # offsets of the segments, one more than these, are a multiple of four numbers, as rows are.
+    # A micro-batch's tensors lie in one array, and Inductor copies an input that is not aligned to 16 bytes. So the
+    # number of offsets, which is segments + 1, is made a multiple of four, as the lengths of rows are.
     segments += -(segments + 1) % 4
     return RowShape(lengths[0], lengths[1], segments, longest, per_rank, constant)
 
 
 def _row_length(share: float, batch_tokens: int, parts: int, longest: int) -> int:
-    """Return the length of a row. A single row holds the largest batch without slack."""
+    """Return the length of a row. With a single part, no slack is needed beyond the largest batch."""
     tokens = min(batch_tokens, ROW_SLACK * share) if parts == 1 else ROW_SLACK * share / parts
     return _rounded(max(tokens, longest))
 
 
 def _rounded(tokens: float) -> int:
-    """Return the length of a row that holds so many tokens."""
+    """Return the length of a row that holds this many tokens and the minimum of padding."""
     return ceil((tokens + MIN_PADDING_TOKENS) / ROW_MULTIPLE) * ROW_MULTIPLE
 
 
@@ -151,8 +151,8 @@ def rank_rows(
         fitting = _fitting(part, source, target, shape)
         rows.append(part[:fitting])
         left = np.concatenate([left, part[fitting:]])
-    # Parts differ by about a sentence, and `ROW_SLACK` is for that. What does not fit nevertheless goes to one more
-    # micro-batch: gradients are sums over tokens, so that the number of micro-batches does not change them.
+    # Parts differ by about a sentence, for which rows have `ROW_SLACK`. Pairs that still do not fit go to one more
+    # micro-batch. That does not change the gradient, which is a sum over tokens.
     while len(left):
         fitting = _fitting(left, source, target, shape)
         rows.append(left[:fitting])
@@ -177,15 +177,15 @@ def _deal(source: NDArray[np.int64], target: NDArray[np.int64], num_parts: int) 
     """Divide pairs into parts of equal cost and of equal numbers of tokens on each side.
 
     The work in Python grows with the number of parts only, not with that of pairs. All sums are of integers, so that
-    processors that add in another order deal alike.
+    the order in which a processor adds does not change the result.
     """
     costs = cost(source, target)
     order = np.argsort(-costs, kind="stable")
     if num_parts == 1:
         return [order]
     # Parts of equal cost may still differ in how many of their tokens are target tokens, and would not fit in rows of
-    # constant length. `excess` is a pair's number of target tokens less that of an average pair with so many tokens,
-    # times the batch's tokens: where it adds up to 0 in a part, the part has the batch's ratio of source and target.
+    # constant length. `excess` is a pair's number of target tokens minus that of an average pair with equally many
+    # tokens, times the batch's tokens. If a part's excess adds up to 0, it has the batch's ratio of source and target.
     excess = target * (source.sum() + target.sum()) - (source + target) * target.sum()
     costs, excess = costs[order], excess[order]
     # Single pairs of all costs even out what bundles leave.
@@ -206,11 +206,11 @@ def _deal(source: NDArray[np.int64], target: NDArray[np.int64], num_parts: int) 
 
 
 def _deal_items(costs: NDArray[np.int64], excess: NDArray[np.int64], num_parts: int) -> NDArray[np.intp]:
-    """Return the part of each item. The most expensive items go first, because cheap ones even out what they leave.
+    """Return the part of each item. Expensive items are dealt first, because cheap ones even out the differences left.
 
-    In each round the cheapest parts get one item each: the cheaper the part, the more expensive the item. Parts that
-    cost as much already as the cheapest one will with its item sit out. Among `_CANDIDATES` parts of about the same
-    cost, items are exchanged so that each part's excess comes nearer to 0.
+    In each round the cheapest parts get one item each: the cheaper the part, the more expensive the item. A part that
+    already costs as much as the cheapest part will cost with its item gets none. Among `_CANDIDATES` parts of about the
+    same cost, items are exchanged so that each part's excess comes nearer to 0.
     """
     order = np.argsort(-costs, kind="stable")
     totals, part_excess = np.zeros((2, num_parts), np.int64)

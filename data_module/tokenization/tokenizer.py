@@ -179,7 +179,7 @@ class Tokenizer:
         return Tokenizer(self.model, self._encodes_target, both)
 
     def never_seen(self, is_target: bool) -> frozenset[int]:
-        """Return the ids that no source or no target sentence of training has; always with `unk_id`."""
+        """Return `unk_id` and the ids that occur in no source, or in no target sentence of training."""
         return self._never_seen[is_target]
 
     @cached_property

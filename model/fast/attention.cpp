@@ -1,9 +1,9 @@
 // Attention (equation 1) over sentences that lie end to end in a row, on a CPU, and its gradients.
 //
-// A sentence's weights of a few queries are in the cache from the first product to the last one. They are not kept: the
-// backward pass computes them again from the logarithm of each query's normalizer. One head of a sentence at a time is
-// copied, which converts bfloat16 to float32: rows that follow one another in memory are read faster than the parts of
-// long rows. All sums are in float32. A sentence's results do not depend on the others or on the number of threads.
+// The weights of a few queries of a sentence stay in the cache from the first product to the last one. They are not
+// stored: the backward pass computes them again from the logarithm of each query's normalizer. One head of a sentence at
+// a time is copied to contiguous rows, which are read faster, and converted from bfloat16 to float32. All sums are in
+// float32. A sentence's results do not depend on the others or on the number of threads.
 // C++17, no library; compile with
 //     g++ -std=c++17 -O3 -march=native -fPIC -shared -pthread attention.cpp -o attention.so
 
@@ -18,7 +18,7 @@
 
 namespace {
 
-constexpr int64_t QUERIES = 32;                // of a sentence at a time, so that their weights stay in the cache
+constexpr int64_t QUERIES = 32;  // queries of a sentence at a time, so that their weights stay in the cache
 constexpr int64_t SCORES_PER_THREAD = 1 << 14;  // with fewer, starting a thread takes longer than its work
 
 // A matrix whose rows are contiguous; row i begins at at + i * row.
@@ -59,7 +59,7 @@ inline void multiply_tile(Matrix a, Matrix b, Matrix c, int64_t depth, bool add)
         }
 }
 
-// The same for all rows: ROWS at a time as long as there are so many, then half of that.
+// Do the same for all rows: ROWS at a time as long as there are as many, then half as many at a time.
 template <bool TRANSPOSED, int ROWS, int VECTORS>
 void multiply_columns(Matrix a, Matrix b, Matrix c, int64_t rows, int64_t depth, bool add) {
     int64_t i = 0;
@@ -69,8 +69,8 @@ void multiply_columns(Matrix a, Matrix b, Matrix c, int64_t rows, int64_t depth,
         if (i < rows) multiply_columns<TRANSPOSED, ROWS / 2, VECTORS>(from(), b, c.from(i, 0), rows - i, depth, add);
 }
 
-// c = a b or, if `add`, c += a b. The number of columns is a multiple of LANES. A tile has eight sums, of which a
-// processor needs about so many at a time.
+// c = a b or, if `add`, c += a b. The number of columns is a multiple of LANES. A tile has eight sums, about as many as
+// keep a processor busy.
 template <bool TRANSPOSED>
 void multiply(Matrix a, Matrix b, Matrix c, int64_t rows, int64_t depth, int64_t columns, bool add = false) {
     int64_t j = 0;
@@ -92,15 +92,15 @@ void transpose(Matrix from, Matrix to, int64_t rows, int64_t columns, float fact
         }
 }
 
-// Replace all but the first `count` numbers by 0. Masks, since a vector that was written in parts is slow to load.
+// Replace all but the first `count` numbers by 0, by a mask: a vector that was written in parts is slow to load.
 inline Floats first_of(Floats x, int64_t count) {
     Integers lane;
     for (int i = 0; i < LANES; ++i) lane[i] = i;
     return lane < int32_t(count) ? x : Floats{};
 }
 
-// Turn the first `count` scores into weights, and those from there to `end` into zeros. `end` is a multiple of LANES.
-// Return the logarithm of the normalizer; it and the weights are NaN if a score is not finite.
+// Replace the first `count` scores by weights, and those up to `end`, a multiple of LANES, by zeros. Return the
+// logarithm of the normalizer. It and the weights are NaN if a score is not finite.
 float softmax(float* scores, int64_t count, int64_t end) {
     Floats largest = all(scores[0]), total = {};
     for (int64_t i = 0; i < count; i += LANES) {
@@ -147,7 +147,7 @@ struct Request {
     Tensor grad_queries, grad_keys, grad_values;  // written in the backward pass
     Matrix normalizers;                           // [R, H], their logarithms, in float32; read in the backward pass
     const int32_t *query_offsets, *key_offsets;   // [segments + 1]
-    int64_t num_segments, num_heads, key_size, value_size, longest;  // the last: number of keys of a segment
+    int64_t num_segments, num_heads, key_size, value_size, longest;  // longest: keys of a segment at most
     int64_t is_causal, is_backward, is_bfloat16, num_threads;
 };
 
@@ -232,7 +232,7 @@ private:
 
     float* normalizer(int64_t query) const { return request_.normalizers.from(first_query_ + query, head_).at; }
 
-    // The columns of this head, of which there are `width`, from a row on.
+    // The `width` columns of this head, from a row on.
     MatrixOf<Number> part(Tensor of, int64_t row, int64_t width) const {
         return MatrixOf<Number>{static_cast<Number*>(of.at), of.row}.from(row, head_ * width);
     }

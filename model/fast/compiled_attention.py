@@ -51,7 +51,7 @@ class CompiledAttention:
         return CompiledAttention, (self._path,)
 
     def attention(self) -> RowAttention:
-        """Return the program for `packed_segments`."""
+        """Return the program as an implementation for `packed_segments`."""
         return RowAttention("C++", self.attend, constant_rows=False)
 
     def attend(self, inputs: list[Tensor], segments: Segments, num_heads: int, d_k: int, dropout: float) -> Tensor:
@@ -76,12 +76,12 @@ class CompiledAttention:
         num_heads: int,
         d_k: int,
     ) -> None:
-        """Write the result and the normalizers, or else the gradients of the inputs.
+        """Compute the result and the normalizers or, if `written` is given, the gradients of the inputs.
 
         Args:
             inputs: see `flash_attention`.
-            result: [R, H * V], written; or the gradient of the result, if there is `written`.
-            normalizers: float32 [R, H], their logarithms.
+            result: [R, H * V], which is written; for gradients, the gradient of the result, which is read.
+            normalizers: float32 [R, H], the logarithms of the normalizers of softmax; read for gradients.
             written: the gradients of the inputs; None to compute the result.
             segments: which tokens attend to which.
             num_heads: H.

@@ -63,7 +63,7 @@ class CompiledLoss:
         return CompiledLoss, (self._path,)
 
     def functions(self) -> LossFunctions:
-        """Return the program for `label_smoothed_loss`."""
+        """Return the program as an implementation for `label_smoothed_loss`."""
         return LossFunctions("C++", self.read_logits, self.read_logit_pairs, in_place=True)
 
     def read_logits(

@@ -25,7 +25,7 @@ from model.transformer import SinusoidalPositions, Transformer, sinusoidal_table
 SOURCES = tuple(Path(__file__).parent / name for name in ("search.cpp", "vectors.h"))
 """The program and its header."""
 MAX_TOKENS = 1024
-"""Source tokens that a thread decodes at the same time; with more, less stays in its cache."""
+"""Source tokens that a thread decodes at the same time. With more, less of its data stays in the cache."""
 BEAM_SIZE, LENGTH_PENALTY, EXTRA_TOKENS = 3, 0.6, 6
 """What `agrees` searches with."""
 _PAD, _BOS, _EOS, _VOCABULARY = 0, 2, 3, 600
@@ -228,9 +228,9 @@ class CompiledSearch:
         target_prefix: Tensor | None = None,
         finished: Callable[[int], object] | None = None,
     ) -> tuple[BeamResult, Tensor]:
-        """As `beam`, or with `lines` as `sample`; return also the decoder steps of each sentence, int64 [B].
+        """Do what `beam` does or, with `lines`, `sample`; return also the decoder steps of each sentence, int64 [B].
 
-        `finished` is called with a number of sentences when they have ended.
+        `finished` is called now and then with the number of sentences that have ended since its last call.
 
         Raises:
             ValueError: an argument is out of bounds.
@@ -306,7 +306,7 @@ class CompiledSearch:
 
 
 def _reporter(finished: Callable[[int], object] | None, failure: list[BaseException]) -> Callable[[int], int]:
-    """Return a function for the program to call. What it raises, a KeyboardInterrupt too, is put into `failure`."""
+    """Return a function for the program to call. An exception of `finished`, of any kind, is put into `failure`."""
 
     def report(num_finished: int) -> int:
         try:
@@ -321,7 +321,7 @@ def _reporter(finished: Callable[[int], object] | None, failure: list[BaseExcept
 
 
 def _padded(answers: Tensor, limits: Tensor, lengths: Tensor, pad_id: int) -> Tensor:
-    """Return answers, which are given one after another with `limits` places each, as int64 [B, M, L]."""
+    """Return answers, which are stored one after another in `limits` places each, as int64 [B, M, L]."""
     places = limits.unsqueeze(1).expand_as(lengths).flatten()
     starts = (places.cumsum(0) - places).view_as(lengths)
     columns = torch.arange(int(lengths.max()))
@@ -376,7 +376,7 @@ def _parameters(network: Transformer) -> Iterator[Tensor]:
 
 
 def agrees(library: ctypes.CDLL) -> bool:
-    """Return whether both find the same translations with two small random networks."""
+    """Return whether the program and `BeamSearch` find the same answers with two small random networks."""
     return all(_agrees_on(library, *case) for case in agreement_cases())
 
 

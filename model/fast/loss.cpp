@@ -1,9 +1,9 @@
 // What model/loss.py computes from logits on a CPU: softmax, cross-entropy, R-Drop's divergence and their gradients.
 //
 // PyTorch's operators read or write a chunk of logits about eight times, and about twenty times for the divergence.
-// Here a row is read two times and a pair of rows three times, while they are in the cache, and overwritten by their
-// gradient. Sums are in float32. A row's results do not depend on the other rows or on the number of threads. C++17, no
-// library; compile with
+// This program reads a row twice and a pair of rows three times, while they are in the cache, and overwrites them with
+// their gradient. Sums are in float32. A row's results do not depend on the other rows or on the number of threads.
+// C++17, no library; compile with
 //     g++ -std=c++17 -O3 -march=native -fPIC -shared -pthread loss.cpp -o loss.so
 
 #include <algorithm>
@@ -27,12 +27,12 @@ inline float read_one(const Bfloat16* from) {
     return value;
 }
 
-// A row of logits in whole vectors. What is missing in the last one is so small that its exponential adds nothing.
+// A row of logits in whole vectors. The last one is filled up with numbers whose exponentials add nothing to a sum.
 template <class Logit>
 struct Row {
     Logit* logits;
     int64_t whole;  // number of logits in the vectors before the last one
-    int rest;       // number of logits in the last one
+    int rest;       // number of logits in the last vector
     alignas(64) Logit last[LANES];
 
     Row(Logit* from, int64_t num_classes)

@@ -1,7 +1,7 @@
 // Greedy and beam search, and sampling, with a Transformer on a CPU, from token ids to token ids (sections 3 and 6.1).
 //
-// The same search as model/decoding.py, in float32 and in one program: for a small network, most of the time there is
-// spent on calling operators one by one. C++17, no library; compile with
+// The search of model/decoding.py, in float32 and in one program: with a small network, model/decoding.py spends most
+// of its time on calling operators. C++17, no library; compile with
 //     g++ -std=c++17 -O3 -march=native -fPIC -shared -pthread search.cpp -o search.so
 //
 // A sentence's answers do not depend on the other sentences: every sum is added in the same order, whatever else is in
@@ -31,9 +31,9 @@ namespace {
 // ------------------------------------------------------------------------------------------------------- vectors
 
 #if defined(__AVX__) && !defined(__AVX512F__)
-constexpr int MAX_ROWS = 6;  // 16 registers.
+constexpr int MAX_ROWS = 6;  // for 16 registers
 #else
-constexpr int MAX_ROWS = 12;  // 32 registers: 12 rows of two vectors, two weights, one input.
+constexpr int MAX_ROWS = 12;  // for 32 registers: 12 rows of two vectors, two weights, one input
 #endif
 constexpr int COLUMNS = 2 * LANES;  // outputs of a panel
 constexpr int CHUNK = 512;          // vocabulary entries whose logits are held at a time; a multiple of COLUMNS
@@ -165,7 +165,7 @@ void multiply_panels(const float* x, int rows, const Linear& linear, int first, 
     const int num_blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
     for (int panel = first; panel < last; ++panel)
         for (int block = 0; block < num_blocks; ++block) {
-            // Blocks of equal size: a block of few rows waits for its sums.
+            // Blocks are of equal size: with few rows, each addition has to wait for the one before it.
             const int begin = int(int64_t(rows) * block / num_blocks), end = int(int64_t(rows) * (block + 1) / num_blocks);
             multiply_rows<MAX_ROWS>(end - begin, x + size_t(begin) * linear.inputs, linear.inputs, linear, panel,
                                     y + begin * y_stride, y_stride, activation);
@@ -351,7 +351,7 @@ bool is_valid(const Header& header) {
            shape.activation >= int64_t(Activation::NONE) && shape.activation <= int64_t(Activation::SWISH);
 }
 
-// The number of position encodings and weights that follow a header. Beyond 2^53 it is rounded: no file is as long.
+// The number of position encodings and weights that follow a header. It is rounded above 2^53, which no file reaches.
 double num_elements(const Header& header) {
     const Shape& shape = header.shape;
     const double d_model = shape.d_model, keys = shape.num_heads * shape.d_k, values = shape.num_heads * shape.d_v;
@@ -519,10 +519,10 @@ class Worker {
     Worker(Shared& shared, bool reports) : shared_(shared), model_(shared.model), request_(shared.request), reports_(reports) {}
 
     void run() {
-        // Few enough sentences for each thread that all threads have work.
+        // At most this many sentences per thread, so that all threads have work.
         const int64_t share = (request_.num_sentences + request_.num_threads - 1) / request_.num_threads;
         for (int steps = 0; !shared_.stop; ++steps) {
-            // Joining sentences are encoded together: a product of few rows takes little less time.
+            // Sentences join several at a time, because a product of few rows takes almost as long as one of many.
             if (num_active_ == 0 || free_seats_ * 8 >= int64_t(num_active_) + free_seats_) fill(share);
             if (num_active_ == 0) return;
             step();
@@ -556,7 +556,7 @@ class Worker {
 
     const Shape& shape() const { return model_.shape; }
 
-    // How many tokens a sentence counts as: memory and time grow with its answers too.
+    // The number of tokens that a sentence counts as, since memory and time grow with its answers too.
     static int64_t cost(int64_t length) { return std::max<int64_t>(length, 16); }
 
     // Let waiting sentences join.
@@ -821,8 +821,8 @@ class Worker {
         }
     }
 
-    // Compute the logits of all rows, and keep a token of each that is drawn at random. Row i is sentence i. Inlined, it
-    // would make the steps of a search slower.
+    // Compute the logits of all rows, and draw a token of each at random. Row i is sentence i. If this function were
+    // inlined, the steps of a search would be slower.
     __attribute__((noinline)) void project_and_draw(const float* x, int rows) {
         const int size = int(shape().vocabulary_size);
         tops_.resize(std::max(tops_.size(), size_t(rows)));
@@ -875,7 +875,7 @@ class Worker {
         return i;
     }
 
-    // Set the weights of all tokens to zero that top-k and top-p leave out.
+    // Set the weights of tokens that top-k and top-p exclude to zero.
     void keep_most_probable(float* weights) {
         const int64_t size = shape().vocabulary_size, top_k = std::min(request_.sampling->top_k, size);
         const double top_p = request_.sampling->top_p;
@@ -952,7 +952,7 @@ class Worker {
         if (sentence.open.empty()) return true;
         if (request_.stops_at_first) return sentence.num_ended >= request_.beam_size;
         // An upper bound on all future scores: log-probabilities only decrease, and no answer has a larger penalty than one
-        // of the limit's length. See `_decode` in model/decoding.py.
+        // of the limit's length. See `may_improve` in model/decoding.py.
         return int64_t(sentence.answers.size()) == request_.num_best &&
                sentence.answers.back().score >= sentence.open[0].total / sentence.limit_penalty;
     }

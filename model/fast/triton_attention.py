@@ -1,8 +1,8 @@
 """Triton kernels for attention over sentences that lie end to end.
 
 A program computes a tile of consecutive query rows for one head, whatever sentences they belong to, and loops over the
-keys from the first sentence's first to the last sentence's last. Flash attention instead starts a tile of up to 128
-rows for every sentence and head, most of which is empty where a sentence has some 30 tokens.
+keys from the first key of its first sentence to the last key of its last sentence. Flash attention instead starts a
+tile of up to 128 rows for every sentence and head, most of which is empty where a sentence has some 30 tokens.
 
 Shapes: R rows of queries and M rows of keys, H heads, K d_k, V d_v, S segments. Queries, keys and values are columns of
 the tensors that the fused projections return, and their gradients are written to the same columns. The computation
@@ -35,7 +35,7 @@ def _bounds(ids, offsets, num_segments):
 
 @triton.jit
 def _first(start, HAS_DROPOUT: tl.constexpr):
-    """Return where the loop over the other side begins; see `_kept`."""
+    """Return where the loop over the other side begins: with dropout, at a multiple of 16; see `_kept`."""
     first = tl.min(start, 0)
     return first // 16 * 16 if HAS_DROPOUT else first
 
@@ -71,7 +71,7 @@ def _kept_scale(dropout):
 
 @triton.jit
 def _pairs(first, SIZE: tl.constexpr):
-    """Return the numbers from `first`, a multiple of 16, to first + SIZE whose bit of 8 is 0."""
+    """Return the numbers from `first`, a multiple of 16, to first + SIZE - 1 in which the bit of value 8 is 0."""
     numbers = tl.arange(0, SIZE // 2)
     return (first + numbers // 8 * 16 + numbers % 8).to(tl.uint32)
 

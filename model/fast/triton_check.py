@@ -82,7 +82,7 @@ def _attention(
 
 
 def _loss(dtype: torch.dtype, device: str, alpha: float) -> float:
-    """Do the same for what reads logits: of one pass, or of two for an alpha of R-Drop."""
+    """Return the largest error of the functions that read logits: of one pass or, with `alpha`, of two."""
     from model.fast.triton_loss import TRITON_LOSS  # imports Triton
 
     logits = 3.0 * _random(40, 9000, dtype=dtype, device=device)
