@@ -201,7 +201,7 @@ def _write_validation(
 ) -> SplitAccount:
     """Write the validation stores and text files."""
     with ExitStack() as stack:
-        split = stack.enter_context(_Split("validation", settings, encoders, PairFilter(settings), folder))
+        split = stack.enter_context(_SplitWriter("validation", settings, encoders, PairFilter(settings), folder))
         texts = [
             stack.enter_context((folder / f"validation.{side}.txt").open("w", encoding="utf-8", newline="\n"))
             for side in ("source", "target")
@@ -233,7 +233,7 @@ def _write_train(
     pair_filter = PairFilter(settings, checked.held_out)
     num_pairs = sum(source.num_pairs for source in checked.found["train"])
     with (
-        _Split("train", settings, encoders, pair_filter, folder) as split,
+        _SplitWriter("train", settings, encoders, pair_filter, folder) as split,
         progress_bar("encoding", num_pairs, unit="pairs", show=progress) as bar,
     ):
         for text in settings.train:
@@ -253,7 +253,7 @@ def _write_train(
     return {**split.account(settings.train), "variants": [token_counts(*split.writers)]}
 
 
-class _Split:
+class _SplitWriter:
     """Writes the two stores of a split, source by source. It is a context manager that completes the stores."""
 
     def __init__(
@@ -316,7 +316,7 @@ class _Split:
         ]
         return {**self.pair_filter.counts, "sources": sources, **token_counts(*self.writers)}
 
-    def __enter__(self) -> "_Split":
+    def __enter__(self) -> "_SplitWriter":
         return self
 
     def __exit__(self, *_: object) -> None:
