@@ -21,6 +21,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+
+def plain_loss(states: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float, ignored_id: int) -> Tensor:
+    """Return the loss by its formula, from all logits at once: what `label_smoothed_loss` computes in chunks.
+
+    Shapes and arguments are those of `label_smoothed_loss`.
+    """
+    log_probabilities = (states @ weight.T).log_softmax(-1)
+    target_loss = -log_probabilities.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    mean_loss = -log_probabilities.mean(-1)
+    losses = (1.0 - label_smoothing) * target_loss + label_smoothing * mean_loss
+    return losses[targets != ignored_id].sum()
+
+
 _CHUNK_LOGITS = 1 << 24
 """Logits per chunk on a CPU, enough for efficient products."""
 _CHUNK_SHARE = 1 / 64
@@ -88,8 +101,7 @@ def label_smoothed_loss(
 ) -> LossSums:
     """Compute sums of the loss over all positions whose target is not `ignored_id`.
 
-    `smoothed` equals `F.cross_entropy(states @ weight.T, targets, ignore_index=ignored_id, reduction="sum",
-    label_smoothing=label_smoothing)` of flat states and targets, computed in chunks.
+    `smoothed` is `plain_loss`, computed in chunks.
 
     Products run in autocast's dtype if it is enabled; softmax, logarithms and sums in float32 or float64.
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import model.loss
-from model.loss import label_smoothed_loss
+from model.loss import label_smoothed_loss, plain_loss
 from pipeline.runtime.backend import load_compiled_loss
 from tests.model.loss_truth import PAD, plain_r_drop, problem, two_passes
 
@@ -50,6 +50,7 @@ def test_equals_linear_and_cross_entropy(
     expected = F.cross_entropy(logits, targets.flatten(), label_smoothing=epsilon, **options)
     expected_gradients = torch.autograd.grad(expected * 0.37, [states, weight], retain_graph=True)
     assert sums.smoothed.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert plain_loss(states, weight, targets, epsilon, PAD).item() == pytest.approx(expected.item(), rel=1e-12)
     for ours, theirs in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
     likelihood = F.cross_entropy(logits, targets.flatten(), **options)
