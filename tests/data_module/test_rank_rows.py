@@ -113,6 +113,8 @@ def test_row_lengths_by_hand() -> None:
     # Never shorter than the longest sentence.
     assert row_shape((20.0, 20.0), 257, world_size=400, **options).source_tokens == 384
     assert (one.per_rank, eight.per_rank) == (1, 1)
+    # 1.25 times the mean of 3,328 / 20 sentences plus 16, and a segment for each 257 tokens of padding.
+    assert 208 + 16 < eight.segments <= 208 + 16 + 3_328 // 257 + 4
 
 
 def test_micro_batches_fit_the_device() -> None:

@@ -19,12 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 import model.training_module
-from data_module.batching.batch import PaddedBatch, RankBatch, SpecialIds
+from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch, SpecialIds
 from data_module.files import PlainValues
 from model.backend import Backend
 from model.decoding import BeamSearch
 from model.loss import label_smoothed_loss
 from model.optimization import OPTIMIZERS, SCHEDULES
+from model.packed_attention import RowAttention, Segments
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import StepOutputs, TranslationModule
 from model.transformer import PaddedTransformer, Transformer
@@ -257,6 +258,24 @@ def test_r_drop(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sums.smoothed.item() == expected.smoothed.item()
     found = torch.autograd.grad(sums.smoothed, list(module.parameters()))
     torch.testing.assert_close(found, torch.autograd.grad(expected.smoothed, list(module.parameters())))
+
+
+def test_a_step_uses_the_loss_of_its_backend_and_the_dtype_of_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dtype decides which kernels are used."""
+    module, found = make_module(), []
+    module.backend = replace(module.backend, loss=object())
+    segments, [batch, *_] = model.training_module.packed_segments, make_shares(1)[0].micro_batches
+
+    def note(batch: PackedBatch, dtype: torch.dtype, attention: RowAttention) -> Segments:
+        found.append(dtype)
+        return segments(batch, dtype, attention)
+
+    monkeypatch.setattr(model.training_module, "packed_segments", note)
+    monkeypatch.setattr(model.training_module, "label_smoothed_loss", lambda *_, **options: options["functions"])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module.losses(batch) is module.backend.loss
+    module.losses(batch)
+    assert found == [torch.bfloat16, torch.float32]
 
 
 @pytest.mark.parametrize("scale_loss", [False, True])
