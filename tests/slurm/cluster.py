@@ -180,10 +180,18 @@ class Cluster:
                 self.run("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
 
     def cancel_all(self) -> None:
-        """Cancel all jobs, and those that are requeued meanwhile."""
-        while self.run("squeue", "-h", check=False).stdout:
+        """Cancel all jobs, and those that are requeued meanwhile.
+
+        On a busy machine, SLURM kills a cancelled job's script before it has removed its files in the project's folder.
+        """
+        cancelled: set[str] = set()
+        while jobs := self.run("squeue", "-h", "-o", "%A", check=False).stdout.split():
+            cancelled.update(jobs)
             self.run("scancel", "--user", pwd.getpwuid(os.getuid()).pw_name, check=False)
             self.sleep(0.5)
+        for name in ("failures", "mistake", "first-task", "abandoned"):
+            for job in cancelled:
+                (ROOT / f".{name}-{job}").unlink(missing_ok=True)
 
     def stop(self) -> None:
         """Cancel all jobs and stop the daemons, munged last."""
