@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,7 +74,6 @@ def test_settings_and_kinds_of_paths(trained_run: Path, model: pipeline.Model) -
     assert greedy.translate(TEXTS) == [one.text for one in expected]
     hypothesis = greedy.translate(TEXTS[0], n_best=1)[0]
     assert hypothesis.score == hypothesis.log_probability != 0.0
-    assert "best.ckpt" in repr(greedy)
     assert pipeline.load(trained_run, stop_rule="first")._settings.stop_rule == "first"
 
 
@@ -124,18 +124,16 @@ def test_the_network_is_read_again_where_the_search_has_none(
     """From the same file only: a run that goes on puts another best checkpoint in its place."""
     copied = tmp_path / "copy.ckpt"
     shutil.copy(resolve_checkpoint(trained_run), copied)
-    expected = model.score("the dog", "dog the")
-    for changes in (False, True):
-        other = pipeline.load(copied)
-        other._translator.search = SimpleNamespace(max_positions=0)
-        if changes:
-            shutil.copy(trained_run / "checkpoints" / "step=00000080.ckpt", copied)
-            assert "has changed since it was loaded; load it again" in refusal(lambda: other.score("a", "b"))  # noqa: B023
-            assert "has changed since it was loaded" in refusal(lambda: other.attention("a", "b"))  # noqa: B023
-            copied.unlink()
-            assert str(copied) in refusal(lambda: other.score("a", "b"))  # noqa: B023
-        else:
-            assert other.score("the dog", "dog the").score == pytest.approx(expected.score, abs=1e-5)
+    same, other = pipeline.load(copied), pipeline.load(copied)
+    for loaded in (same, other):
+        loaded._translator.search = SimpleNamespace(max_positions=0)
+    expected = model.score("the dog", "dog the").score
+    assert same.score("the dog", "dog the").score == pytest.approx(expected, abs=1e-5)
+    shutil.copy(trained_run / "checkpoints" / "step=00000080.ckpt", copied)
+    for call in (other.score, other.attention):
+        assert "has changed since it was loaded; load it again" in refusal(partial(call, "a", "b"))
+    copied.unlink()
+    assert str(copied) in refusal(partial(other.score, "a", "b"))
 
 
 def test_attention_is_the_networks(model: pipeline.Model, trained_run: Path) -> None:
@@ -230,12 +228,17 @@ def test_commands_take_a_bundle(trained_run: Path, bundle: Path, tmp_path: Path)
 
 def test_damaged_bundles(bundle: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(bundle, tmp_path / "bundle"))
-    of_format_2 = (
-        f'{{"format_version": 2, "recipe": {recipe}}}' for recipe in ('{"decoding": []}', '{"decoding": {}}')
-    )
-    for text in ("[]", "{", *of_format_2):
+    for text, said in (
+        ("[]", "is no card of a bundle"),
+        ("{", "is no card of a bundle"),
+        (100_000 * "[", "is no card of a bundle"),
+        ('{"format_version": "2"}', "its format_version is '2', not a number"),
+        ('{"format_version": 2}', "is no card of a bundle: the recipe must be a mapping, not nothing"),
+        ('{"format_version": 2, "recipe": [1]}', "is no card of a bundle: the recipe must be a mapping, not [1]"),
+        ('{"format_version": 2, "recipe": {"decoding": []}}', "is no card of a bundle"),
+    ):
         (folder / "card.json").write_text(text)
-        assert "card.json: is no card of a bundle" in refusal(lambda: pipeline.load(folder))
+        assert f"card.json: {said}" in refusal(lambda: pipeline.load(folder))
     shutil.copy(bundle / "card.json", folder)
     (folder / "tokenizer.model").write_bytes(train_tokenizer(["another text"], 15).model)
     assert "do not belong together; export it again" in refusal(lambda: pipeline.load(folder))
@@ -273,10 +276,8 @@ def test_wrong_arguments_are_refused_in_one_line(model: pipeline.Model) -> None:
         (lambda: api.score(["a", "b"], ["a"]), "2 sources and 1 targets"),
         (lambda: api.score("a", ["a"]), "1 sources and 1 targets"),
         (lambda: api.translate(["a", half]), f"sentences: {mistake}"),
-        (lambda: api.translate(["a", half], 2), f"sentences: {mistake}"),
         (lambda: api.score(["a", half], ["a", "a"]), f"sources: {mistake}"),
         (lambda: api.score(["a", "a"], ["a", half]), f"targets: {mistake}"),
-        (lambda: api.attention(half), "half of a surrogate pair"),
         (lambda: api.attention("a", half), "half of a surrogate pair"),
     ):
         assert said in refusal(call)
@@ -290,8 +291,6 @@ def test_wrong_arguments_are_refused_in_one_line(model: pipeline.Model) -> None:
     ):
         wrong = pipeline.Sampling(**values)  # type: ignore[arg-type]
         assert f"sample: {said}" in refusal(lambda wrong=wrong: api.translate("a", sample=wrong))  # type: ignore[misc]
-    with pytest.warns(UserWarning, match="never seen"):
-        assert model.translate("\U0001f600") == model.translate(["\U0001f600"])[0]
 
 
 @pytest.mark.parametrize(
@@ -314,9 +313,8 @@ def test_long_sentences_and_missing_prefixes_are_warned_of(tokenizer: Tokenizer)
     translator = Translator(trained.network, tokenizer, trained.decoding)
     translator.max_source_tokens = 6
     model = pipeline.Model(translator)
-    with pytest.warns(UserWarning, match="^2 sentences, 2, 3: longer than the 6 tokens") as caught:
+    with pytest.warns(UserWarning, match="^2 sentences, 2, 3: longer than the 6 tokens"):
         model.translate(["a b", "a b c d e f g", "g f e d c b a", "a"])
-    assert caught[0].filename == __file__
     assert [len(ids) for ids in tokenizer.encode(["a b c", "a b cc"])] == [5, 6]
     with pytest.warns(UserWarning, match="^sentence 2: longer than the 6 tokens") as caught:
         model.score(["a b c", "a b cc"], ["a", "a"])

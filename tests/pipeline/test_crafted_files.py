@@ -21,16 +21,14 @@ from data_module.batching.batch import SpecialIds
 from data_module.errors import InputError
 from data_module.files import PlainValues
 from data_module.settings import BatchSettings
-from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.settings import NetworkSettings
-from model.transformer import Transformer
-from pipeline.checkpointing.checkpoint import load_model, metadata, read_checkpoint
+from pipeline.checkpointing.checkpoint import load_model, read_checkpoint
 from pipeline.checkpointing.resume_point import read_resume_point
-from pipeline.config.recipe import load_recipe, recipe_from_dict
-from pipeline.inference.loading import _recipe_of
+from pipeline.config.recipe import load_recipe
 from pipeline.training.marian_import import load_marian
 from tests.conftest import refusal, tiny_recipe
+from tests.pipeline.test_checkpoint import untrained_contents
 
 SPACE = 4 << 30
 """Bytes that a process may take beside what it has."""
@@ -58,6 +56,13 @@ def put(*keys: str | int, value: object) -> Damage:
         for key in keys[:-1]:
             contents = contents[key]
         contents[keys[-1]] = value
+
+    return damage
+
+
+def without(key: str) -> Damage:
+    def damage(contents: PlainValues) -> None:
+        del contents[key]
 
     return damage
 
@@ -102,7 +107,7 @@ CHECKPOINTS: dict[str, tuple[Damage, str]] = {
     "a setting of another type": (network(num_heads="four"), "network.num_heads must be a whole number, not 'four'"),
     "a setting of no range": (network(dropout=2.0), "network.dropout 2.0 is not in [0, 1)"),
     "an unknown setting": (network(num_head=4), "network.num_head is not a key; did you mean network.num_heads?"),
-    "an unknown norm": (network(norm="none"), "none"),
+    "an unknown norm": (network(norm="rms"), "network.norm 'rms' is not registered"),
     "no network": (put(TRANSLATION, "network", value=[1]), "network must be a mapping, not [1]"),
     "a recipe that is a list": (put(TRANSLATION, "recipe", value=["x"]), "the recipe must be a mapping, not ['x']"),
     "a recipe in part": (put(TRANSLATION, "recipe", "corpus", value={}), "corpus.folder is missing"),
@@ -116,24 +121,19 @@ CHECKPOINTS: dict[str, tuple[Damage, str]] = {
     "weights that are a list": (put("state_dict", value=[1]), "state_dict is missing or wrong"),
     "a weight that is text": (put(*WEIGHT, value="text"), "state_dict.network.embedding.weight is missing or wrong"),
     "a step that is text": (put("global_step", value="9"), "global_step is missing or wrong"),
+    "no step": (without("global_step"), "not a checkpoint of this program"),
+    "of another program": (without("translation"), "not a checkpoint of this program"),
+    "too few pieces": (put(*WEIGHT, value=torch.zeros(50, 16)), "and vocabulary of 60"),
 }
 
 
 @pytest.fixture(scope="module")
 def whole(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint, without a damage, of a network that is not trained."""
-    folder = tmp_path_factory.mktemp("crafted")
-    recipe = recipe_from_dict({"name": "tiny", **tiny_recipe(tiny_corpus.parent)})
-    tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
-    weights = Transformer(tokenizer.vocabulary_size, recipe.network).state_dict()
-    contents = {
-        "state_dict": {f"network.{name}": tensor for name, tensor in weights.items()},
-        "translation": metadata(recipe, tokenizer),
-        "global_step": 3,
-    }
-    torch.save(contents, folder / "whole.ckpt")
-    load_model(folder / "whole.ckpt")
-    return folder / "whole.ckpt"
+    path = tmp_path_factory.mktemp("crafted") / "whole.ckpt"
+    torch.save(untrained_contents(tiny_corpus, 3), path)
+    load_model(path)
+    return path
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -254,13 +254,6 @@ def test_a_crafted_manifest(tiny_corpus: Path, tmp_path: Path, name: str) -> Non
     assert f"{corpus / 'manifest.json'}: {key} is missing or damaged; run " in str(error.value)
 
 
-def test_a_manifest_that_is_nested_too_deeply(tiny_corpus: Path, tmp_path: Path) -> None:
-    corpus = copy_of(tiny_corpus, tmp_path)
-    (corpus / "manifest.json").write_text(100_000 * "[")
-    with pytest.raises(InputError, match="not a corpus"):
-        open_data(corpus)
-
-
 ARRAYS: dict[str, tuple[str, Callable[[NDArray], NDArray]]] = {
     "lengths of 65,535": ("lengths", lambda lengths: np.full_like(lengths, 65_535)),
     "lengths that offsets have not": ("lengths", lambda lengths: np.roll(lengths, 1)),
@@ -290,23 +283,6 @@ def test_crafted_arrays_of_a_corpus(tiny_corpus: Path, tmp_path: Path, name: str
     (corpus / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(InputError, match=r"train\.target\.offsets\.npy: does not match the corpus; run prepare with"):
         open_data(corpus)
-
-
-CARDS = {
-    "nested too deeply": (100_000 * "[", "is no card of a bundle"),
-    "a recipe that is a list": ('{"format_version": 2, "recipe": [1]}', "the recipe must be a mapping, not [1]"),
-    "no recipe": ('{"format_version": 2}', "the recipe must be a mapping, not nothing"),
-    "a format that is text": ('{"format_version": "2"}', "its format_version is '2', not a number"),
-}
-
-
-@pytest.mark.parametrize("name", CARDS)
-def test_a_crafted_card(tmp_path: Path, name: str) -> None:
-    text, words = CARDS[name]
-    (tmp_path / "card.json").write_text(text)
-    with pytest.raises(InputError) as error:
-        _recipe_of(tmp_path / "card.json")
-    assert words in str(error.value)
 
 
 BILLION = "a0: &a0 [x]\n" + "".join(
