@@ -237,33 +237,31 @@ def test_the_checkpoint_of_a_validated_step_is_saved_after_the_validation(train:
     assert step_in(tmp_path / "checkpoints" / "best.ckpt") == 2
 
 
-def test_the_checkpoint_of_a_stop_between_two_intervals_is_replaced(train: Train, tmp_path: Path) -> None:
-    """Checkpoints to average are as far apart as the recipe specifies."""
+@pytest.mark.parametrize(
+    "starts",
+    [
+        # Checkpoints to average are as far apart as the recipe specifies: that of a stop between two is replaced.
+        [(6, 1000, [4, 6]), (7, 1000, [4, 7]), (None, 1000, [4, 8, 12])],
+        [(6, 1000, [4, 6]), (6, 1000, [4, 6]), (None, 1000, [4, 8, 12])],
+        # A stop at an interval leaves a regular checkpoint, also a second one before the next step.
+        [(4, 1000, [4]), (4, 1000, [4]), (None, 1000, [4, 8, 12])],
+        # A step to be validated is not saved before its validation.
+        [(8, 4, [4, 8]), (None, 1000, [4, 8, 12])],
+    ],
+)
+def test_stops_leave_regular_checkpoints(
+    train: Train, tmp_path: Path, starts: list[tuple[int | None, int, list[int]]]
+) -> None:
+    """Each start resumes: the step after which it stops, validations, and the checkpoints that there are then."""
+    for stop, validate_every, expected in starts:
+        path = newest(tmp_path) if step_checkpoints(tmp_path) else None
+        others = [] if stop is None else [StopAt(stop)]
+        train(12, *others, checkpoint_every_steps=4, validate_every=validate_every, ckpt_path=path)
+        assert steps(tmp_path) == expected
+
+
+def test_the_checkpoint_of_a_stop_is_gone_when_it_is_to_be_replaced(train: Train, tmp_path: Path) -> None:
     train(20, StopAt(6), checkpoint_every_steps=4)
-    assert steps(tmp_path) == [4, 6]
-    train(20, StopAt(7), checkpoint_every_steps=4, ckpt_path=newest(tmp_path))
-    assert steps(tmp_path) == [4, 7]
-    train(12, checkpoint_every_steps=4, ckpt_path=newest(tmp_path))
-    assert steps(tmp_path) == [4, 8, 12]
-
-
-def test_a_stop_at_an_interval_leaves_a_regular_checkpoint(train: Train, tmp_path: Path) -> None:
-    train(20, StopAt(4), checkpoint_every_steps=4)
-    # Stop again before the next step, as in a repeated validation.
-    train(20, StopAt(4), checkpoint_every_steps=4, ckpt_path=newest(tmp_path))
-    train(8, checkpoint_every_steps=4, ckpt_path=newest(tmp_path))
-    assert steps(tmp_path) == [4, 8]
-    # A step to be validated is not saved before its validation.
-    train(20, StopAt(12), checkpoint_every_steps=4, validate_every=4, ckpt_path=newest(tmp_path))
-    train(16, checkpoint_every_steps=4, ckpt_path=newest(tmp_path))
-    assert steps(tmp_path) == [4, 8, 12, 16]
-
-
-def test_a_run_stopped_twice_at_one_step_between_two_intervals(train: Train, tmp_path: Path) -> None:
-    train(20, StopAt(6), checkpoint_every_steps=4)
-    train(20, StopAt(6), checkpoint_every_steps=4, ckpt_path=newest(tmp_path))
-    assert steps(tmp_path) == [4, 6]
-    # The checkpoint of the stop no longer exists when it is to be replaced.
     train(8, checkpoint_every_steps=4, ckpt_path=newest(tmp_path).rename(tmp_path / "moved.ckpt"))
     assert steps(tmp_path) == [4, 8]
 
