@@ -23,21 +23,25 @@ ONE, TWO, THREE = map(Path, ("one.yaml", "two.yml", "three.yaml"))
 @pytest.mark.parametrize(
     ("words", "recipes", "overrides"),
     [
-        ("one.yaml", [ONE], ""),
-        ("one.yaml two.yml three.yaml", [ONE, TWO, THREE], ""),
-        ("one.yaml --config two.yml three.yaml", [ONE, TWO, THREE], ""),
-        ("--config one.yaml two.yml --fresh three.yaml", [ONE, TWO, THREE], ""),
-        ("--fresh one.yaml --run.patience 3 two.yml", [ONE, TWO], "--run.patience 3"),
-        ("--run.patience=3 one.yaml", [ONE], "--run.patience=3"),
-        ("--config=one.yaml two.yml", [ONE, TWO], ""),
+        ("fit one.yaml", [ONE], ""),
+        ("prepare one.yaml", [ONE], ""),
+        ("doctor one.yaml", [ONE], ""),
+        ("benchmark train one.yaml --steps 3", [ONE], ""),
+        ("fit one.yaml two.yml three.yaml", [ONE, TWO, THREE], ""),
+        ("fit one.yaml --config two.yml three.yaml", [ONE, TWO, THREE], ""),
+        ("fit --config one.yaml two.yml --fresh three.yaml", [ONE, TWO, THREE], ""),
+        ("fit --fresh one.yaml --run.patience 3 two.yml", [ONE, TWO], "--run.patience 3"),
+        ("fit --run.patience=3 one.yaml", [ONE], "--run.patience=3"),
+        ("fit --config=one.yaml two.yml", [ONE, TWO], ""),
         # The values of options are no recipes.
-        ("one.yaml --corpus.train.path two.yml", [ONE], "--corpus.train.path two.yml"),
-        ("one.yaml --init-from two.yml", [ONE], ""),
-        ("one.yaml two.txt", [ONE], "two.txt"),
+        ("fit one.yaml --corpus.train.path two.yml", [ONE], "--corpus.train.path two.yml"),
+        ("fit one.yaml --init-from two.yml", [ONE], ""),
+        ("fit one.yaml two.txt", [ONE], "two.txt"),
     ],
 )
 def test_config_may_be_left_out(words: str, recipes: list[Path], overrides: str) -> None:
-    _, arguments = parse("fit", words.split())
+    command, *rest = words.split()
+    _, arguments = parse(command, rest)
     assert arguments.config == recipes
     assert arguments.overrides == overrides.split()
 
@@ -50,16 +54,6 @@ def test_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         load("~/run")
     # The type of all other options, too.
     assert not [path for path in FILES if "type=Path" in path.read_text(encoding="utf-8")]
-
-
-def test_every_command_that_takes_a_recipe() -> None:
-    for words in (
-        "prepare one.yaml",
-        "doctor one.yaml",
-        "benchmark train one.yaml --steps 3",
-    ):
-        command, *rest = words.split()
-        assert parse(command, rest)[1].config == [ONE]
 
 
 def test_a_command_without_recipes_takes_yaml_files_as_they_are() -> None:

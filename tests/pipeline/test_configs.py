@@ -28,10 +28,8 @@ RECIPES = sorted(
 OVERLAYS = sorted((CONFIGS / "hardware").glob("*.yaml"))
 
 PARAMETERS = {
-    "table3/a_heads_1": (63_082_496, None),
-    "table3/a_heads_4": (63_082_496, None),
-    "table3/a_heads_16": (63_082_496, None),
-    "table3/a_heads_32": (63_082_496, None),
+    **{f"table3/a_heads_{heads}": (63_082_496, None) for heads in (1, 4, 16, 32)},
+    **{f"table3/d_{kind}_{value}": (63_082_496, None) for kind in ("dropout", "smoothing") for value in (0.0, 0.2)},
     "table3/b_keys_16": (55_990_784, 58),
     "table3/b_keys_32": (58_354_688, 60),
     "table3/c_layers_2": (33_656_832, 36),
@@ -41,10 +39,6 @@ PARAMETERS = {
     "table3/c_model_1024": (163_889_152, 168),
     "table3/c_inner_1024": (50_487_296, 53),
     "table3/c_inner_4096": (88_272_896, 90),
-    "table3/d_dropout_0.0": (63_082_496, None),
-    "table3/d_dropout_0.2": (63_082_496, None),
-    "table3/d_smoothing_0.0": (63_082_496, None),
-    "table3/d_smoothing_0.2": (63_082_496, None),
     "table3/e_learned_positions": (63_344_640, None),
     "table3/big": (214_245_376, 213),
     "wmt14_en_de_base": (63_082_496, 65),
