@@ -164,13 +164,10 @@ def _make(words: list[str]) -> str | None:
     return f"Makefile has no target {unknown[0]}" if unknown else None
 
 
-def _pytest(words: list[str]) -> str | None:
-    missing = [word for word in words if word.startswith("tests/") and not (ROOT / word.partition("::")[0]).exists()]
-    return f"there is no {missing[0]}" if missing else None
-
-
-def _files(words: list[str]) -> str | None:
-    missing = [word for word in words if not word.startswith("-") and not (ROOT / word).exists()]
+def _files(words: list[str], begin: str = "") -> str | None:
+    """Words that are no option, and that begin with `begin`, name a file of the project."""
+    paths = [word.partition("::")[0] for word in words if word.startswith(begin) and not word.startswith("-")]
+    missing = [path for path in paths if not (ROOT / path).exists()]
     return f"there is no {missing[0]}" if missing else None
 
 
@@ -193,7 +190,7 @@ _CHECKS: dict[str, Callable[[list[str]], str | None]] = {
     "slurm/synthesize.sh": lambda words: _verb(["synthesize", words[0], "--config", words[1], "--text", *words[2:]]),
     "pip": _pip,
     "make": _make,
-    "pytest": _pytest,
+    "pytest": lambda words: _files(words, "tests/"),
     "bash": _files,
     "tensorboard": _tensorboard,
     "git": _one_of("clone", "tag", "push", "commit", "checkout", "archive"),

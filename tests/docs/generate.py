@@ -4,16 +4,15 @@ A generated part stands between `<!-- generated: NAME -->` and `<!-- end of gene
 `PARTS`.
 """
 
-import ast
 import dataclasses
-import inspect
 import re
 import sys
-import textwrap
+import types
 import typing
 from collections.abc import Iterator
 
-from data_module.settings import BpeDropout, NoiseSettings, TextSource
+from data_module.files import PathText
+from data_module.settings import TextSource
 from pipeline.config.recipe import Recipe
 from pipeline.config.recipe_files import description
 from pipeline.config.settings import TRAINER_KEYS
@@ -23,10 +22,7 @@ from tests.docs.recipe_schema import meanings
 from tests.test_structure import LAYERS
 
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
-_KINDS = {
-    **{"int": "integer", "float": "number", "bool": "true or false", "str": "text", "PathText": "path", "None": "null"},
-}
-_SECTIONS = {"NoiseSettings": NoiseSettings, "BpeDropout": BpeDropout}
+_KINDS = {int: "integer", float: "number", bool: "true or false", str: "text", PathText: "path", types.NoneType: "null"}
 
 
 def updated(page: str) -> str:
@@ -57,47 +53,36 @@ def _table(kind: type, section: str) -> str:
 
 def _rows(kind: type, section: str) -> Iterator[str]:
     """A row for each key; a section's keys in place of its own row."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-    assert isinstance(tree, ast.ClassDef)
-    texts = meanings(kind)
-    for node in tree.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            name = node.target.id
-            key = f"{section}.{name}" if section else name
-            if inner := _SECTIONS.get(ast.unparse(node.annotation)):
-                yield from _rows(inner, key)
-                continue
-            yield f"| `{key}` | {_type(node.annotation)} | {_default(node.value)} | {_escaped(texts[name])} |"
+    texts, hints = meanings(kind), typing.get_type_hints(kind, include_extras=True)
+    for one in dataclasses.fields(kind):
+        key, hint = (f"{section}.{one.name}" if section else one.name), hints[one.name]
+        if dataclasses.is_dataclass(hint):
+            yield from _rows(hint, key)
+            continue
+        meaning = texts[one.name].replace("|", r"\|")
+        yield f"| `{key}` | {_type(hint)} | {_default(one)} | {meaning} |"
 
 
-def _escaped(text: str) -> str:
-    return text.replace("|", r"\|")
+def _type(hint: object) -> str:
+    members = typing.get_args(hint)
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return " or ".join(map(_type, members))
+    if typing.get_origin(hint) is typing.Literal:
+        return ", ".join(f"`{one}`" for one in members)
+    if typing.get_origin(hint) is list:
+        kind = "text source" if members[0] is TextSource else _type(members[0])
+        return f"list of {kind if '`' in kind else f'{kind}s'}"
+    return _KINDS[hint]
 
 
-def _type(annotation: ast.expr) -> str:
-    if isinstance(annotation, ast.BinOp):
-        return f"{_type(annotation.left)} or {_type(annotation.right)}"
-    if isinstance(annotation, ast.Subscript):
-        inner = annotation.slice
-        if isinstance(annotation.value, ast.Name) and annotation.value.id == "list":
-            kind = _type(inner)
-            return f"list of {'text sources' if 'TextSource' in kind else kind if '`' in kind else f'{kind}s'}"
-        options = inner.elts if isinstance(inner, ast.Tuple) else [inner]
-        return ", ".join(f"`{ast.literal_eval(option)}`" for option in options)
-    return _KINDS.get(ast.unparse(annotation), ast.unparse(annotation))
-
-
-def _default(value: ast.expr | None) -> str:
-    if value is None:
-        return "required"
-    if isinstance(value, ast.Call):
-        return "empty"
-    constant = ast.literal_eval(value)
-    if isinstance(constant, str):
-        return f"`{constant}`"
-    if constant is None or isinstance(constant, bool):
-        return {None: "null", True: "true", False: "false"}[constant]
-    return f"{constant:g}" if isinstance(constant, float) else f"{constant:,}"
+def _default(one: "dataclasses.Field[object]") -> str:
+    if one.default is dataclasses.MISSING:
+        return "required" if one.default_factory is dataclasses.MISSING else "empty"
+    if isinstance(one.default, str):
+        return f"`{one.default}`"
+    if one.default is None or isinstance(one.default, bool):
+        return {None: "null", True: "true", False: "false"}[one.default]
+    return f"{one.default:g}" if isinstance(one.default, float) else f"{one.default:,}"
 
 
 def trainer_keys() -> str:

@@ -1,14 +1,17 @@
 """The pages are true: commands parse, links lead somewhere, Python runs, generated parts are up to date."""
 
 import contextlib
+import copy
 import io
 import re
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
 
+from pipeline.inference import metrics
 from tests.conftest import ROOT
 from tests.docs import command_lines, generate, pages
 
@@ -27,12 +30,9 @@ def unparsed(text: str) -> list[str]:
     spans = re.findall(r"`((?:\.venv/bin/)?(?:python3?|pip|make|sbatch|srun) [^`…<]+)`", pages.prose(text))
     # A span is part of a sentence: upper-case words stand for what the reader fills in.
     whole = [span for span in spans if not re.search(r" \.\.\.|\b[A-Z]{4,}\b$", span)]
-    found = [(command, command_lines.mistake(command)) for one in (*shell, *whole) for command in commands_of(one)]
+    commands = [command for one in (*shell, *whole) for command in command_lines.commands(one)]
+    found = [(command, command_lines.mistake(command)) for command in commands]
     return [f"{' '.join(command)}: {wrong}" for command, wrong in found if wrong]
-
-
-def commands_of(text: str) -> list[list[str]]:
-    return list(command_lines.commands(text))
 
 
 def dead_links(page: Path, text: str) -> list[str]:
@@ -106,6 +106,25 @@ def test_python_runs(name: str, trained_run: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     program = "\n".join(block.text for block in pages.blocks(PAGES[name]) if block.language == "python")
     exec(compile(program, name, "exec"), {"__name__": "page"})
+
+
+EXTENSIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGES["docs/extending.md"], re.MULTILINE | re.DOTALL))
+REGISTRIES = ["pipeline.inference.metrics.METRICS", "data_module.corpus.readers.READERS"]
+REGISTRIES += [f"model.optimization.{name}" for name in ("SCHEDULES", "OPTIMIZERS")]
+REGISTRIES += [f"model.layers.{name}" for name in ("NORMS", "ACTIVATIONS", "SELF_ATTENTIONS")]
+
+
+@pytest.mark.parametrize("section", EXTENSIONS)
+def test_an_extension_runs(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a section of docs/extending.md run as one program, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(metrics, "METRICS", copy.copy(metrics.METRICS))
+    found = [block.text for block in pages.blocks(EXTENSIONS[section]) if block.language == "python"]
+    assert found, "a section without an example"
+    with contextlib.ExitStack() as stack:
+        for registry in REGISTRIES:  # What an example registers is gone after it.
+            stack.enter_context(mock.patch.dict(registry))
+        exec(compile("\n".join(found), section, "exec"), {"__name__": "example"})
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:You have overridden `transfer_batch_to_device`")
