@@ -109,12 +109,7 @@ def layers() -> str:
     return "\n".join(rows)
 
 
-PARTS = {
-    "recipe_keys": recipe_keys,
-    "trainer_keys": trainer_keys,
-    "configs": configs,
-    "layers": layers,
-}
+PARTS = {"recipe_keys": recipe_keys, "trainer_keys": trainer_keys, "configs": configs, "layers": layers}
 
 
 def main() -> int:

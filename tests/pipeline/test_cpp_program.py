@@ -89,11 +89,7 @@ def test_the_search_refuses_what_is_past_the_positions(
         search.greedy(torch.full((1, 25), 5), None, EXTRA)
     search.max_positions = 0  # the program itself
     assert search.greedy(torch.full((1, 18), 5), None, EXTRA).lengths.item() > 0
-    for source, extra in (
-        (torch.full((1, 25), 5), 0),
-        (torch.full((1, 19), 5), EXTRA),
-        (torch.full((1, 2**20), 5), 0),
-    ):
+    for source, extra in ((torch.full((1, 25), 5), 0), (torch.full((1, 19), 5), EXTRA), (torch.full((1, 2**20), 5), 0)):
         with pytest.raises(ValueError, match="the search refuses"):
             search.greedy(source, None, extra)
     search.vocabulary_size = 10**6
