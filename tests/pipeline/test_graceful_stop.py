@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -43,13 +42,11 @@ from tests.conftest import ALONE, ROOT
 SERVER = multiprocessing.get_context("forkserver")
 """Starts ranks from a process in which no test has run: after a backward pass, a fork could not run another one."""
 SERVER.set_forkserver_preload([__name__])
-FORK = multiprocessing.get_context("fork")
-"""For ranks that do not train, and whose parent waits for them to be stopped."""
 TIMEOUT_SECONDS = 60
 FOUND_AT_END: list[str] = []
 """The checkpoints that exist when training ends on this rank."""
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*", "ignore:.*fork.*:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*")
 
 
 @dataclass(frozen=True)
@@ -262,29 +259,30 @@ def test_both_stop_after_the_same_step(tiny_corpus: Path, tmp_path: Path, failur
         assert end.startswith(message)
 
 
-def test_both_stop_in_the_first_validation(tiny_corpus: Path, tmp_path: Path) -> None:
-    """The validation is pending then."""
-    for end in train_on_ranks(tmp_path, tiny_corpus, None, Event(4, in_validation=True)):
-        assert end.startswith("asked to stop: saved after step 4; ")
-    [fourth] = step_checkpoints(tmp_path)
-    assert validation_is_pending(fourth)
-
-
-def test_both_stop_before_the_first_step(tiny_corpus: Path, tmp_path: Path, failures: Path) -> None:
-    ends = train_on_ranks(tmp_path, tiny_corpus, None, Event(0))
-    assert ends[0] == ends[1]
-    assert ends[0].startswith("asked to stop during start-up; nothing was lost")
-    assert not step_checkpoints(tmp_path)
-    assert failures.exists()
-
-
-def test_both_stop_at_max_time(tiny_corpus: Path, tmp_path: Path) -> None:
-    """The message names max_time, except on a rank that also got a signal."""
-    ends = train_on_ranks(tmp_path, tiny_corpus, None, Event(2), max_seconds=0.0)
-    assert ends[0].startswith("trainer.max_time has passed: saved after step 2; ")
-    assert ends[1].startswith("asked to stop: saved after step 2; ")
-    [second] = step_checkpoints(tmp_path)
-    assert not validation_is_pending(second)
+@pytest.mark.parametrize(
+    ("event", "max_seconds", "said", "saved"),
+    [
+        # The validation is pending then.
+        (Event(4, in_validation=True), None, ["asked to stop: saved after step 4; "] * 2, [(4, True)]),
+        # A rank that got a signal does not name max_time.
+        (Event(2), 0.0, ["trainer.max_time has passed: saved after", "asked to stop: saved after"], [(2, False)]),
+        (Event(0), None, ["asked to stop during start-up; nothing was lost"] * 2, []),
+    ],
+    ids=["in the first validation", "at max_time", "before the first step"],
+)
+def test_both_stop(
+    tiny_corpus: Path,
+    tmp_path: Path,
+    failures: Path,
+    event: Event,
+    max_seconds: float | None,
+    said: list[str],
+    saved: list[tuple[int, bool]],
+) -> None:
+    ends = train_on_ranks(tmp_path, tiny_corpus, None, event, max_seconds=max_seconds)
+    assert all(end.startswith(words) for end, words in zip(ends, said, strict=True)), ends
+    assert [(step_of(path), validation_is_pending(path)) for path in step_checkpoints(tmp_path)] == saved
+    assert failures.exists() == (not saved)
 
 
 def test_the_rank_that_failed_is_named_by_both(tiny_corpus: Path, tmp_path: Path) -> None:
@@ -370,66 +368,31 @@ def test_silent_ranks_are_named(tmp_path: Path) -> None:
     ]
 
 
-def call_a_rank_that_hangs(rank: int, port_pipe: Connection, pipe: Connection) -> None:
-    """Run rank 0, which serves the key-value store and hangs, or rank 1, which waits for it."""
-    os.environ["SLURMD_NODENAME"] = f"node-{rank}"
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port_pipe.send(store.port)
-    else:
-        store = dist.TCPStore("127.0.0.1", port_pipe.recv())
+def call_a_rank_that_hangs(rank: int) -> str:
+    """Serve the key-value store as rank 0, which hangs, or wait for it as rank 1, which ends it afterwards."""
+    own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    first: list[int] = [os.getpid(), own.port if own else 0]
+    dist.broadcast_object_list(first)
+    dist.destroy_process_group()
+    store = own or dist.TCPStore("127.0.0.1", first[1])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     report = FailureReport()
     dist.barrier()
     if rank == 0:
-        pipe.send(True)
-        threading.Event().wait()
-    pipe.recv()
-    graceful_stop.ANSWER_SECONDS = 0.1
-    message = report.describe(CONNECTION_LOST)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        while "State:\tT" not in Path(f"/proc/{first[0]}/status").read_text():
+            time.sleep(0.01)
+        graceful_stop.ANSWER_SECONDS = 0.1
+        message = report.describe(CONNECTION_LOST)
+    finally:
+        os.kill(first[0], signal.SIGKILL)
     # The thread that still queries the store does not keep the process alive.
     sys.exit(7 if message == "rank 0 on node-0 has died or hangs; rank 1 on node-1 waited for it" else message)
 
 
-def test_rank_0_hangs_and_so_does_its_key_value_store() -> None:
-    receive_port, send_port = FORK.Pipe(duplex=False)
-    receive_ready, send_ready = FORK.Pipe(duplex=False)
-    receive_stopped, send_stopped = FORK.Pipe(duplex=False)
-    first = FORK.Process(target=call_a_rank_that_hangs, args=(0, send_port, send_ready))
-    second = FORK.Process(target=call_a_rank_that_hangs, args=(1, receive_port, receive_stopped))
-    for process in (first, second):
-        process.start()
-    try:
-        receive_ready.recv()
-        assert first.pid is not None
-        os.kill(first.pid, signal.SIGSTOP)
-        os.waitpid(first.pid, os.WUNTRACED)
-        send_stopped.send(True)
-        second.join()
-        assert second.exitcode == 7
-    finally:
-        for process in (first, second):
-            process.kill()
-            process.join()
-
-
-def wait_for_a_rank_that_hangs(rank: int) -> str:
-    report = FailureReport()
-    consensus = StopConsensus(timeout_seconds=0.2)  # type: ignore[arg-type]
-    message = ""
-    if rank == 0:
-        assert not consensus.should_stop()
-        with pytest.raises(RuntimeError, match=r"\b200 ?ms") as raised:
-            consensus.should_stop()
-        Clock()
-        message = report.describe(raised.value)
-    dist.barrier()
-    return message
-
-
-def test_ranks_wait_for_each_other_up_to_the_timeout(tmp_path: Path) -> None:
-    message, _ = results(tmp_path, wait_for_a_rank_that_hangs, (0,), (1,))
-    assert message == "rank 1 on node-1 has died or hangs; rank 0 on node-0 waited for it"
+def test_rank_0_hangs_and_so_does_its_key_value_store(tmp_path: Path) -> None:
+    assert exit_codes(tmp_path, call_a_rank_that_hangs, (0,), (1,)) == [-signal.SIGKILL, 7]
 
 
 def fail(folder: Path, tokenizer: Path, error: BaseException, margin_seconds: float, exit_code: int | None) -> str:
@@ -499,9 +462,7 @@ def test_a_rank_whose_training_has_ended_waits_for_no_other(tiny_corpus: Path, t
     assert (tmp_path / "stderr-0").read_text() == ""
 
 
-def stop_and_fail_alone(folder: Path, tokenizer: Path, has_process_group: bool) -> str:
-    if not has_process_group:
-        dist.destroy_process_group()
+def stop_and_fail_alone(folder: Path, tokenizer: Path) -> str:
     signals.install()
     callback, trainer, module = make_callback(folder, tokenizer)
     callback.on_fit_start(trainer, module)
@@ -515,8 +476,7 @@ def stop_and_fail_alone(folder: Path, tokenizer: Path, has_process_group: bool) 
     return f"{answers}, {getattr(error, '__notes__', [])}, {threading.active_count() - num_threads}"
 
 
-@pytest.mark.parametrize("has_process_group", [False, True])
-def test_a_single_rank_waits_for_no_other(tiny_corpus: Path, tmp_path: Path, has_process_group: bool) -> None:
-    """It stops immediately, adds no note to the error and starts no thread."""
-    arguments = tmp_path, tiny_corpus / "tokenizer.model", has_process_group
+def test_a_single_rank_waits_for_no_other(tiny_corpus: Path, tmp_path: Path) -> None:
+    """As one that torchrun has started: it stops immediately, adds no note to the error and starts no thread."""
+    arguments = tmp_path, tiny_corpus / "tokenizer.model"
     assert results(tmp_path, stop_and_fail_alone, arguments) == ["[False, True], [], 0"]
