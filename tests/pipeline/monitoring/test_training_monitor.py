@@ -1,9 +1,13 @@
-"""The logged metrics of training, compared with counts of the batches."""
+"""The logged metrics of training, compared with counts of the batches; progress on a terminal and in a file."""
 
-import json
+import os
+import pty
 import re
+import sys
+import termios
 import time
 from collections import defaultdict
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,12 +26,13 @@ from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import TranslationModule
-from pipeline.checkpointing.run_folder import METRICS
+from pipeline.checkpointing.run_folder import read_metrics
 from pipeline.monitoring import training_monitor
 from pipeline.monitoring.run_log import RunLog
 from pipeline.monitoring.run_metadata import first_submission
-from pipeline.monitoring.training_monitor import TrainingMonitor
+from pipeline.monitoring.training_monitor import Progress, TrainingMonitor
 from pipeline.runtime.console import quiet_lightning
+from tests.conftest import ALONE
 
 
 def real_tokens(share: RankBatch, pad: int) -> int:
@@ -62,19 +67,9 @@ def test_tokens_are_those_of_all_ranks_without_padding(
         tokenizer.vocabulary_size, special, network, TrainingSettings(), DecodingSettings(), seed=1
     )
     every, steps = 3, 6
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=steps,
-        limit_val_batches=0,
-        logger=RunLog(tmp_path, 0, writes=True),
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        callbacks=[TrainingMonitor(every)],
-    )
-    trainer.fit(module, loader())
-    logged = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+    options = {**ALONE, "logger": RunLog(tmp_path, 0, writes=True), "callbacks": [TrainingMonitor(every)]}
+    Trainer(accelerator="cpu", max_steps=steps, limit_val_batches=0, **options).fit(module, loader())
+    logged = list(read_metrics(tmp_path))
     assert [line["step"] for line in logged] == [every, steps]
     # The time left is shown as soon as three steps have been timed, and again at the end.
     assert re.findall(r"training: step (\d) of 6: .*0:00:\d\d left\n", capsys.readouterr().err) == ["3", "6"]
@@ -105,8 +100,8 @@ def test_steps_without_any_token_are_logged(tmp_path: Path) -> None:
     monitor.nodes = ["node"]
     monitor.clock.start(torch.device("cpu"))
     monitor.on_train_batch_end(trainer, None, zeros, batch, 0)  # type: ignore[arg-type]
-    [line] = (tmp_path / METRICS).read_text(encoding="utf-8").splitlines()
-    assert "train_perf/padding_share" in json.loads(line)
+    [line] = read_metrics(tmp_path)
+    assert "train_perf/padding_share" in line
 
 
 def test_goodput_while_the_clock_is_behind_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,3 +148,63 @@ def test_the_end_says_that_the_last_step_was_not_validated(
     monitor.on_train_end(trainer, None)
     line = capsys.readouterr().err
     assert line.endswith(f"{said}\n") if said else not line
+
+
+def train() -> None:
+    """Take four steps of a minute, with a validation of 100 seconds after every second one."""
+    progress = Progress(4, 8, 2)
+    for step in range(5, 9):
+        progress.advance()
+        if step == 5:
+            progress.show({}, 60.0)
+            progress.validation_seconds = 100.0
+        progress.show({"loss": f"{10 - step}.5", "tokens/s": "1,234"}, 60.0)
+        if step == 6:
+            progress.show({"BLEU": "12.34"})
+    progress.close()
+
+
+def test_a_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(ours, (24, 120))
+    with monkeypatch.context() as patch, os.fdopen(theirs, "w") as terminal:
+        patch.setattr(sys, "stderr", terminal)
+        train()
+    said = ""
+    with suppress(OSError):  # at the end, as the other side is closed
+        while True:
+            said += os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert "8/8" in said
+    assert "left=0:00:00, loss=2.5, tokens/s=1,234, BLEU=12.34" in said
+    assert "<" not in said  # tqdm's own time left, which takes validations for slow steps
+    assert "training: step" not in said
+
+
+def test_lines_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first line at once, the last at the end, and between them at most one line per minute."""
+    train()
+    assert capsys.readouterr().err.splitlines() == [
+        "training: from step 4 to 8",
+        "training: step 5 of 8: 0:03:00 left",
+        "training: step 8 of 8: loss 2.5, tokens/s 1,234, BLEU 12.34, 0:00:00 left",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("step", "last", "every", "expected"),
+    [
+        (10, 40, 10, "0:05:30"),  # validations after 20, 30 and 40
+        (11, 39, 10, "0:05:00"),  # 28 steps, validations after 20 and 30
+        (35, 39, 10, "0:00:40"),
+        (10, 40, None, "0:05:00"),
+    ],
+)
+def test_time_left_counts_the_validations_to_come(
+    step: int, last: int, every: int | None, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = Progress(step - 1, last, every)
+    progress.validation_seconds = 10.0
+    progress.advance()
+    progress.show({"loss": "1.0"}, 10.0)
+    assert f", {expected} left\n" in capsys.readouterr().err
