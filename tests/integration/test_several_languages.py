@@ -100,7 +100,7 @@ def test_validation_and_evaluate_agree_by_source(recipe: Path) -> None:
 
 
 def test_ranks_and_a_resumed_run_have_the_same_scores(recipe: Path, tmp_path: Path) -> None:
-    """The ranks' counts are summed; test_validation_samples.py shows that each pair is decoded on one rank only."""
+    """The ranks' counts are summed; test_validation_scores.py shows that each pair is decoded on one rank only."""
     run, one, two = run_of(recipe), *(Path(shutil.copytree(run_of(recipe), tmp_path / name)) for name in ("one", "two"))
     checkpoints(one)[-1].unlink()
     assert pipeline("fit", recipe, "--run.folder", one).returncode == 0
