@@ -92,17 +92,6 @@ def test_a_matrix_is_blue_above_zero_and_red_below() -> None:
     assert (pixels[blue[:, 0].max() + 4, blue[:, 1]] > 250).all()
 
 
-def test_the_palette_has_16_colors() -> None:
-    """So that a pixel takes four bits: a run keeps an image of each validation."""
-    values = np.linspace(0, 1, 400, dtype=np.float32).reshape(20, 20)
-    labels = axis_labels([], [], "", "")._replace(by_axis=dict.fromkeys(("next", "source"), ["a"] * 20))
-    image = draw_attention("cross", [values[None]], labels, [0], [0], "")
-    assert image.mode == "P"
-    assert len(image.getcolors() or []) == 16
-    assert image.getpalette()[:3] == [8, 48, 120]
-    assert image.getpalette()[45:48] == [255, 255, 255]
-
-
 def test_the_font_has_the_letters_of_many_languages() -> None:
     """German, French, Spanish, Czech, Polish, Turkish, Hungarian, Greek, Cyrillic, Arabic, Hebrew, and so on."""
     characters = list("äßéñřłğőΩЖїעשԱა₁▁…$_")
