@@ -57,16 +57,19 @@ def test_a_collective_that_hangs_is_reported() -> None:
     assert "rank 0]" in hanging
     # Outside a collective, rank 0 is the one that does not respond.
     assert said("list(_check_all_reduce(ranks))", EXIT).startswith("WRONG ranks 0 do not respond")
-    assert said(EXIT).startswith("WRONG ranks 0 do not respond")
+
+
+def demo_recipe(*options: str) -> Recipe:
+    return load_recipe([ROOT / "configs" / "demo.yaml"], options)
 
 
 def rank(number: int, folder: Path, options: list[str], fault: Callable[[], None]) -> None:
     """Run a rank in this forked process and write its results to a file."""
-    ranks = RankGroup(JobStep(**{**vars(STEP), "rank": number}))
+    ranks = RankGroup(replace(STEP, rank=number))
     ranks.location = f"rank {number}"
     ranks.store, ranks.first_node_is_local = dist.FileStore(str(folder / "store"), 2), True
     fault()
-    results = list(check_ranks(ranks, load_recipe([ROOT / "configs" / "demo.yaml"], options)))
+    results = list(check_ranks(ranks, demo_recipe(*options)))
     (folder / f"rank-{number}").write_text(json.dumps(results))
     ranks.all_gather(None)
     os._exit(0)
@@ -136,29 +139,17 @@ def test_what_differs_between_two_ranks(tmp_path: Path) -> None:
         assert re.match(expected, message), message
 
 
-BOUND = {"SLURM_GPUS_ON_NODE": "8", "SLURM_GPUS_PER_TASK": "1"}
+FITS = [(8, 8, "8"), (8, 1, "8"), (2, 0, ""), (2, 0, "0"), (1, 1, "")]
+"""Tasks of a node, the GPUs that each sees, and those that SLURM allocated: all of them, or one for each task."""
+DIFFERS = [(4, 1, "1"), (4, 0, "4"), (4, 3, "4"), (4, 8, "8"), (4, 2, "8"), (1, 2, "")]
 
 
-@pytest.mark.parametrize(
-    ("tasks", "visible", "allocated", "fits"),
-    [
-        *((8, 8, "8", True), (8, 1, "8", True), (2, 0, "", True), (2, 0, "0", True), (1, 1, "", True)),
-        *(
-            (4, 1, "1", False),
-            (4, 0, "4", False),
-            (4, 3, "4", False),
-            (4, 8, "8", False),
-            (4, 2, "8", False),
-            (1, 2, "", False),
-        ),
-    ],
-)
-def test_tasks_and_gpus_of_a_node(tasks: int, visible: int, allocated: str, fits: bool) -> None:
-    """All of the node's GPUs or one of its own for each task; which one, tasks compare with one another."""
-    step = JobStep(**{**vars(STEP), "num_tasks": 2 * tasks, "tasks_per_node": tasks})
+@pytest.mark.parametrize(("tasks", "visible", "allocated"), FITS + DIFFERS)
+def test_tasks_and_gpus_of_a_node(tasks: int, visible: int, allocated: str) -> None:
+    step = replace(STEP, num_tasks=2 * tasks, tasks_per_node=tasks)
     mistake = gpus_mistake(step, visible, {"SLURM_GPUS_ON_NODE": allocated} if allocated else {})
     line = f"torch sees {visible} of the {allocated or visible} GPUs of this node, which has {tasks} tasks; ask for "
-    assert mistake is None if fits else str(mistake).startswith(line)
+    assert mistake is None if (tasks, visible, allocated) in FITS else str(mistake).startswith(line)
     if visible == 1:  # SLURM may count a task's own GPUs only.
         assert gpus_mistake(step, 1, {"SLURM_GPUS_ON_NODE": "1", "SLURM_GPUS_PER_TASK": "1"}) is None
 
@@ -181,7 +172,7 @@ def test_two_ranks_with_the_same_gpu(tiny_corpus: Path, tmp_path: Path) -> None:
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Torch sees one of a node's four GPUs, as with --gpus-per-task=1."""
-    for name, value in {**BOUND, "SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "3"}.items():
+    for name, value in {"SLURM_GPUS_ON_NODE": "4", "SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "3"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -201,7 +192,7 @@ def test_a_task_that_sees_one_gpu_trains_on_it(local_rank: int, one_gpu: pytest.
     assert [result.message for result in results if not result.ok and "torch" not in result.message] == []
     assert [result.message for result in results if result.is_warning] == [ONE_GPU_NOTE]
     one_gpu.setattr("pipeline.runtime.backend.missing_compiler", lambda: "has no compiler")
-    check_trainer(demo_recipe([]), step, Report())
+    check_trainer(demo_recipe(), step, Report())
 
     options = trainer_options({"max_steps": 1}, step, 60)
     trainer = make_trainer(options, step, logger=False)
@@ -255,14 +246,10 @@ def test_ranks_on_processors_of_several_kinds_cannot_share_muons_updates() -> No
 
 def test_a_part_of_a_nodes_gpus_is_refused_by_fit(one_gpu: pytest.MonkeyPatch) -> None:
     """In the line that doctor prints, not by Lightning."""
-    step = JobStep(**{**vars(STEP), "num_tasks": 8, "num_nodes": 1, "tasks_per_node": 8})
+    step = replace(STEP, num_tasks=8, num_nodes=1, tasks_per_node=8)
     one_gpu.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(InputError, match=r"^torch sees 2 of the 4 GPUs of this node, which has 8 tasks; ask for a GPU"):
-        check_trainer(demo_recipe([]), step, Report())
-
-
-def demo_recipe(options: list[str]) -> Recipe:
-    return load_recipe([ROOT / "configs" / "demo.yaml"], options)
+        check_trainer(demo_recipe(), step, Report())
 
 
 Reported = tuple[Recipe | None, list[tuple[bool, str, str | None]]]
@@ -291,7 +278,7 @@ def agreed(folder: Path, recipes: list[Recipe | None]) -> list[Reported]:
 @pytest.mark.parametrize("fails_on", [{1}, {0, 1}, set()])
 def test_a_recipe_that_a_rank_cannot_load_is_checked_by_none(tmp_path: Path, fails_on: set[int]) -> None:
     """Otherwise the ranks would wait for one another in different checks."""
-    found = agreed(tmp_path, [None if number in fails_on else demo_recipe([]) for number in (0, 1)])
+    found = agreed(tmp_path, [None if number in fails_on else demo_recipe() for number in (0, 1)])
     assert [recipe is not None for recipe, _ in found] == [not fails_on] * 2
     first = (False, "no such file", "") if 0 in fails_on else (True, "recipe demo", "")
     second = [(False, "no such file", "rank 1")] if fails_on == {1} else []
@@ -302,8 +289,8 @@ def test_a_rank_with_another_recipe_says_what_differs(tmp_path: Path) -> None:
     """The run folder may be given by another way to it."""
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to("run")
-    ours = demo_recipe([f"--run.folder={tmp_path / 'run'}"])
-    theirs = demo_recipe([f"--run.folder={tmp_path / 'link'}", "--training.warmup_steps=7"])
+    ours = demo_recipe(f"--run.folder={tmp_path / 'run'}")
+    theirs = demo_recipe(f"--run.folder={tmp_path / 'link'}", "--training.warmup_steps=7")
     steps = ours.training.warmup_steps
     different = f"another recipe than rank 0's: training.warmup_steps 7, not {steps}; give all ranks the same"
     reports = [reports for _, reports in agreed(tmp_path, [ours, theirs])]
