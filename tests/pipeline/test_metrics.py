@@ -25,7 +25,6 @@ from pipeline.inference.metrics import (
     paper_score,
     reference_warnings,
     score_and_compare,
-    title_and_score,
 )
 
 REFERENCES = [
@@ -136,12 +135,13 @@ def test_reference_warnings(references: list[str], words: list[str]) -> None:
     assert all(word in message for word, message in zip(words, messages, strict=True))
 
 
-def test_capitals_that_the_translations_lack_are_named() -> None:
+def test_capitals_that_one_side_lacks_are_named() -> None:
     lower = [line.lower() for line in REFERENCES]
     [message] = reference_warnings(REFERENCES, lower)
     assert message.startswith("have capitals, and the translations none: read bleu_lowercase")
     assert reference_warnings(lower, lower) == []
-    assert compare(lower, REFERENCES, REFERENCES)["bleu_lowercase_difference"] == 0
+    assert reference_warnings(lower, ["EIN HUND" for _ in lower]) != []
+    assert reference_warnings(lower, ["" for _ in lower]) != []
 
 
 def test_references_in_another_normal_form_are_named() -> None:
@@ -152,13 +152,6 @@ def test_references_in_another_normal_form_are_named() -> None:
         assert message.endswith(f"(uconv -x any-{form})")
     for references, hypotheses in ((composed, composed), (decomposed, decomposed), (plain, composed), (plain, plain)):
         assert reference_warnings(references, hypotheses) == []
-
-
-def test_references_may_be_in_lower_case_where_the_translations_are() -> None:
-    lower = [line.lower() for line in REFERENCES]
-    assert reference_warnings(lower, lower) == []
-    assert reference_warnings(lower, ["EIN HUND" for _ in lower]) != []
-    assert reference_warnings(lower, ["" for _ in lower]) != []
 
 
 def test_exact_match_ignores_white_space() -> None:
@@ -284,27 +277,14 @@ def test_a_registered_metric_is_scored_and_compared(monkeypatch: pytest.MonkeyPa
 
 
 def test_names_that_cannot_be_registered() -> None:
-    for name, message in (
-        ("chrf", "is taken"),
-        ("exact_match", "is taken"),
-        ("accuracy", "is taken"),
-        ("likelihood", "is taken"),
-        ("best_bleu", "is taken"),
-        ("scores", "is taken"),
-        ("a b", "ident"),
-    ):
-        with pytest.raises(ValueError, match=message):
+    for name in ("chrf", "exact_match", "accuracy", "likelihood", "best_bleu", "scores", "a b"):
+        with pytest.raises(ValueError, match="ident" if name == "a b" else "is taken"):
             METRICS[name] = Lines()
     assert list(METRICS) == ["bleu", "chrf", "exact_match"]
 
 
-def test_what_may_choose_checkpoints() -> None:
-    """Metrics and the likelihood; a name that is near to one of them is proposed."""
-    assert [mode_of(name) for name in ("bleu", "chrf", "likelihood")] == ["max", "max", "min"]
-    assert [title_and_score(name, 1.23456) for name in ("bleu", "likelihood")] == [
-        "BLEU 1.23",
-        "negative log-likelihood 1.2346",
-    ]
+def test_what_cannot_choose_checkpoints() -> None:
+    """A metric or the likelihood whose name is near is proposed."""
     for name, way_out in (
         ("likelyhood", "did you mean likelihood?"),
         ("xyz", "registered are: bleu, chrf, exact_match, l"),
