@@ -13,8 +13,6 @@ from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamArguments, BeamResult, BeamSearch
 from model.settings import DecodingSettings
 from pipeline.checkpointing.checkpoint import TrainedModel
-from pipeline.export import exported_program
-from pipeline.export.bundle_writer import bundle_files
 from pipeline.export.exported_program import ExportedSearch, SearchProgram, write_exported_program
 from tests.model.search_truth import VOCABULARY_SIZE
 from tests.pipeline.test_export import make_model, stops_at_first
@@ -113,16 +111,3 @@ def test_a_network_that_cannot_be_exported_is_refused(tokenizer: Tokenizer, tmp_
     with pytest.raises(InputError, match=r"^PyTorch cannot export the search of this network .*; leave out"):
         write_exported_program(model, 1, "{}", tmp_path / "model.pt2")
     assert not any(tmp_path.iterdir())
-
-
-def test_an_old_pytorch_leaves_the_format_out(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(exported_program, "has_while_loop", lambda: False)
-    model = make_model(tokenizer, num_layers=1)
-    with pytest.raises(
-        InputError, match=r"^PyTorch .* cannot export a search; install 2\.12 or 2\.13 to write model\.pt2$"
-    ):
-        bundle_files(model, ["pt2"], None)
-    assert "model.pt2" not in bundle_files(model, None, None)
-    assert "without model.pt2: PyTorch" in capsys.readouterr().err
