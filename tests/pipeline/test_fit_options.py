@@ -1,12 +1,15 @@
-"""Options that `fit` chooses: precision and strategy; and which Trainer keys a recipe may set."""
+"""Options that `fit` chooses: precision, strategy and its launcher; and which Trainer keys a recipe may set."""
 
 import logging
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.profilers import SimpleProfiler
 
@@ -18,7 +21,7 @@ from pipeline.runtime.devices import allow_tf32, best_precision
 from pipeline.runtime.launch import JobStep
 from pipeline.training.checks import check_machine
 from pipeline.training.trainer import strategy, trainer_options
-from tests.conftest import ROOT, pipeline
+from tests.conftest import ROOT, pipeline, program
 
 
 def test_bf16_on_cpus_that_support_it() -> None:
@@ -113,3 +116,43 @@ def test_lightning_is_quiet_on_gpus(monkeypatch: pytest.MonkeyPatch, caplog: pyt
             pass
         profiler.describe()
     assert ["a step" in record.getMessage() for record in caplog.records] == [True]
+
+
+RANK_0 = """
+import subprocess, sys, time
+from pipeline.compat.lightning import RankObserver
+rank_1 = subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(3)"])
+RankObserver([rank_1], patience_seconds={patience}).start()
+rank_1.wait()
+time.sleep({remaining})
+sys.exit(2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("patience", "remaining", "code", "output"),
+    [
+        (60, 3, 2, ""),
+        (0.1, 60, -signal.SIGKILL, "error: ended before the others: rank 1 with exit code 3; its output says why\n"),
+    ],
+)
+def test_rank_0_ends_by_itself_or_is_killed(patience: float, remaining: float, code: int, output: str) -> None:
+    script = RANK_0.format(patience=patience, remaining=remaining)
+    done = program(script)
+    assert (done.returncode, done.stderr.decode()) == (code, output)
+
+
+def test_ranks_share_the_processors_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")  # Something else has started the ranks.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr("pipeline.compat.lightning.num_processors", lambda: 6)
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    options = {"accelerator": "cpu", "devices": 2}
+    trainer = Trainer(logger=False, enable_checkpointing=False, strategy=strategy(options), **options)
+    launcher = trainer.strategy.launcher
+    assert launcher is not None
+    assert launcher.launch(lambda: os.environ["OMP_NUM_THREADS"]) == "3"
+    assert launcher.launch(lambda: os.environ["OMP_NUM_THREADS"]) == "3"
+    assert chosen == [3]  # What is given by then stays.
