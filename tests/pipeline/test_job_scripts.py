@@ -82,16 +82,10 @@ def job(
     environment: Mapping[str, str] = {},
     **options: object,
 ) -> Ended:
-    """Run a job's script.
+    """Run a job's script with its arguments, in the folder where the job was submitted.
 
-    Args:
-        folder: where the job was submitted.
-        script: the script's name.
-        words: its arguments.
-        outcomes: for each command of the pipeline, what its starts do, in order, in the words of a shell; then they
-            succeed.
-        environment: what the job has besides `JOB`.
-        options: of the process.
+    `outcomes` are, for each command of the pipeline, what its starts do, in order, in the words of a shell; then they
+    succeed. `environment` is what the job has besides `JOB`; the options are those of the process.
     """
     programs, notes = folder / "programs", folder / "notes"
     programs.mkdir()
@@ -427,20 +421,19 @@ def submit(folder: Path, paths: Sequence[str], *words: str, **environment: str) 
     return done.stdout, done.stderr, (folder / "jobs").read_text()
 
 
-@pytest.mark.parametrize("texts", [[], ["corpus/a b.txt", "corpus/c.txt"]], ids=["test", "validation"])
-def test_the_last_jobs_get_the_recipes_paths(texts: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "paths",
+    [["runs/a"], ["runs/a", "corpus/a b.txt", "corpus/c.txt"], ["--test-set", "-a", "-b"]],
+    ids=["test", "validation", "paths are no options"],
+)
+def test_the_last_jobs_get_the_recipes_paths(paths: list[str], tmp_path: Path) -> None:
     """`recipe paths` names a text only if the recipe has no test text."""
-    output, _, jobs = submit(tmp_path, ["runs/a", *texts], "--run.seed", "2")
+    output, _, jobs = submit(tmp_path, paths, "--run.seed", "2")
     assert output == "prepare 7\ntrain 7\nevaluate 7\nexport 7\n"
     assert jobs.count("<one.yaml><--run.seed><2>") == 2
-    assert f"<slurm/evaluate.sbatch><runs/a>{''.join(f'<{text}>' for text in texts)}<--parsable>" in jobs
-    assert jobs.endswith("<slurm/export.sbatch><runs/a><exports/a>")
-
-
-def test_paths_are_no_options(tmp_path: Path) -> None:
-    _, _, jobs = submit(tmp_path, ["--test-set", "-a", "-b"])
-    assert "<slurm/evaluate.sbatch><./--test-set><./-a><./-b>" in jobs
-    assert jobs.endswith("<slurm/export.sbatch><./--test-set><exports/--test-set>")
+    given = [f"<./{path}>" if path.startswith("-") else f"<{path}>" for path in paths]
+    assert f"<slurm/evaluate.sbatch>{''.join(given)}<--parsable>" in jobs
+    assert jobs.endswith(f"<slurm/export.sbatch>{given[0]}<exports/{Path(paths[0]).name}>")
 
 
 def test_a_chain_without_a_job_is_cancelled(tmp_path: Path) -> None:
