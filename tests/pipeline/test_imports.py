@@ -10,13 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-import yaml
 from lightning.pytorch import Trainer
 
-from data_module.files import PlainValues
 from pipeline.config.settings import RESERVED_KEYS, TRAINER_KEYS
-from tests.conftest import ROOT, tiny_recipe
+from tests.conftest import ROOT
 
 SLOW = ("torch", "torch._dynamo", "lightning", "sympy", "triton", "sacrebleu", "tensorboard", "sentencepiece")
 SLOW += ("datasets",)
@@ -46,29 +43,21 @@ def imported(*commands: list[object], text: str = "") -> list[tuple[int, set[str
     return [(code, set(names)) for code, names in found]
 
 
-@pytest.fixture
-def recipe(tiny_corpus: Path, tmp_path: Path) -> PlainValues:
-    return tiny_recipe(tiny_corpus.parent) | {"name": "tiny"}
-
-
-def test_refusals_and_help_import_nothing_slow(recipe: PlainValues, trained_run: Path, tmp_path: Path) -> None:
+def test_refusals_and_help_import_nothing_slow(recipe_file: Path, trained_run: Path, tmp_path: Path) -> None:
     """Mistakes in a recipe, a text that is not there, and the run of another recipe."""
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
     text = ["--corpus.folder", tmp_path / "new", "--corpus.train", "{source: no.en, target: no.de}"]
     run = ["--run.folder", trained_run, "--network.d_ff", 64]
     mistakes: list[list[object]] = [
         [f"--{key}", "many"] for key in ("corpus.nokey", "trainer.nokey", "trainer.max_steps")
     ]
-    refused = [["fit", tmp_path / "tiny.yaml", *mistake] for mistake in (*mistakes, text, run)]
+    refused = [["fit", recipe_file, *mistake] for mistake in (*mistakes, text, run)]
     commands = ["prepare", "fit", "average", "translate", "evaluate", "export", "benchmark", "doctor", "demo", "recipe"]
     found = imported(*refused, *([command, "--help"] for command in commands))
     assert found == [(2, set())] * len(refused) + [(0, set())] * len(commands)
 
 
-def test_prepare_needs_only_the_tokenizer(recipe: PlainValues, tmp_path: Path) -> None:
-    recipe["corpus"]["folder"] = str(tmp_path / "new")
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
-    assert imported(["prepare", tmp_path / "tiny.yaml"]) == [(0, {"sentencepiece"})]
+def test_prepare_needs_only_the_tokenizer(recipe_file: Path, tmp_path: Path) -> None:
+    assert imported(["prepare", recipe_file, "--corpus.folder", tmp_path / "new"]) == [(0, {"sentencepiece"})]
 
 
 def test_translate_and_evaluate_need_no_lightning(trained_run: Path, tmp_path: Path) -> None:
