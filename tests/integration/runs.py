@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import IO
 
@@ -59,12 +60,14 @@ def step_of(checkpoint: Path) -> int:
 
 
 def assert_same_state(left: Path, right: Path) -> None:
-    """Check that two checkpoints hold the same weights, Adam moments and position in the data, bit for bit."""
+    """Check that two checkpoints hold the same weights, averages, moments and position in the data, bit for bit."""
     left_state, right_state = (torch.load(path, weights_only=True, mmap=True) for path in (left, right))
     assert left_state["global_step"] == right_state["global_step"]
-    assert left_state["state_dict"].keys() == right_state["state_dict"].keys()
-    for name, weight in left_state["state_dict"].items():
-        assert torch.equal(weight, right_state["state_dict"][name]), name
+    assert left_state.keys() == right_state.keys()
+    for part in {"state_dict", "current_model_state"} & left_state.keys():  # with an average, weights are in the latter
+        assert left_state[part].keys() == right_state[part].keys()
+        for name, weight in left_state[part].items():
+            assert torch.equal(weight, right_state[part][name]), name
     [left_adam], [right_adam] = left_state["optimizer_states"], right_state["optimizer_states"]
     assert left_adam["state"].keys() == right_adam["state"].keys()
     for key, moments in left_adam["state"].items():
@@ -87,9 +90,12 @@ def descendants(process: ForkedProcess) -> set[int]:
     return found - {process.pid}
 
 
-def still_running(pids: set[int]) -> set[int]:
-    """Return the ids of the processes that run; a zombie does not."""
-    return {pid for pid, (_, state) in _processes().items() if pid in pids and state != "Z"}
+def assert_ended(pids: set[int]) -> None:
+    """Wait until no process of these runs, for 20 s at most; a zombie does not run."""
+    deadline = time.monotonic() + 20
+    while running := {pid for pid, (_, state) in _processes().items() if pid in pids and state != "Z"}:
+        assert time.monotonic() < deadline, running
+        time.sleep(0.1)
 
 
 def _processes() -> dict[int, tuple[int, str]]:

@@ -17,7 +17,7 @@ import yaml
 from pipeline.checkpointing.run_folder import read_metrics
 from pipeline.config.recipe import load_recipe
 from tests.conftest import pipeline, run_here
-from tests.integration.runs import checkpoints, descendants, scalars, start, step_of, still_running, temporary_files
+from tests.integration.runs import assert_ended, checkpoints, descendants, scalars, start, step_of, temporary_files
 
 MEGABYTE = 1_000_000
 
@@ -77,11 +77,8 @@ class SmallDisk:
 
     def error_line(self) -> str:
         """Wait until the full disk ends the command and all its processes; return its line of error."""
-        deadline = time.monotonic() + 20
         assert self.process.wait(20) == 2, self._stderr.read_text()
-        while still_running(self.children) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not still_running(self.children)
+        assert_ended(self.children)
         stderr = self._stderr.read_text()
         assert "Traceback" not in stderr
         [line] = [line for line in stderr.splitlines() if line.startswith("error: ")]
@@ -140,6 +137,8 @@ def test_disk_full_while_logging(disk: SmallDisk, recipe_file: Path) -> None:
         disk.wait_for("training")
     disk.process.terminate()
     assert disk.process.wait(60) == 75, disk.stderr()
+    assert_ended(disk.children)
+    assert disk.stderr().count("asked to stop: saved after step ") == 1
     assert disk.stderr().count("warning: ") == 1
     assert "Traceback" not in disk.stderr()
     steps = [line["step"] for line in read_metrics(run)]

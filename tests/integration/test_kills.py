@@ -1,4 +1,7 @@
-"""SIGKILL at random times, also while a checkpoint is written: training resumes and ends with the same result."""
+"""SIGKILL at random times, also while a checkpoint is written: training resumes and ends with the same result.
+
+Bit for bit, with all regularization, Muon and bfloat16.
+"""
 
 import json
 import random
@@ -14,6 +17,7 @@ from pipeline.checkpointing.run_folder import STARTS, read_metrics, step_path
 from tests.conftest import pipeline
 from tests.integration.runs import (
     accumulator,
+    assert_ended,
     assert_same_state,
     checkpoints,
     descendants,
@@ -22,7 +26,6 @@ from tests.integration.runs import (
     scalars,
     start,
     step_of,
-    still_running,
     temporary_files,
 )
 
@@ -46,8 +49,6 @@ class Victim:
     """Sizes of the partial temporary files that kills left."""
     too_early: int = 0
     """Number of kills before the start was recorded in the run folder."""
-    resumed: int = 0
-    """Number of starts that resumed from the newest checkpoint."""
 
     def start_and_kill(self, while_writing: bool) -> None:
         newest, num_starts = checkpoints(self.run)[-1:], len(starts(self.run))
@@ -82,7 +83,6 @@ class Victim:
             assert all(name.endswith(suffix) for name in leftovers), leftovers
             if newest:
                 assert f"resuming from {newest[0]}\n" in log.read_text()
-                self.resumed += 1
         self.check_files()
 
     def sleep(self, seconds: float) -> None:
@@ -125,7 +125,10 @@ def check_kills(recipe: Path, folder: Path, *, positions: int, steps: int, kills
     """Compare a run that is killed repeatedly, `while_writing` times during a checkpoint, with an uninterrupted run."""
     seed = random.SystemRandom().randrange(1_000_000)
     print(f"seed of the kills: {seed}")  # shown when the test fails
-    command = ["fit", "--config", recipe, "--batches.workers", 2, "--network.dropout", 0.2]
+    command = ["fit", "--config", recipe, "--batches.workers", 2, "--trainer.precision", "bf16-mixed"]
+    command += ["--network.dropout", 0.2, "--network.attention_dropout", 0.2, "--network.activation_dropout", 0.1]
+    command += ["--training.r_drop_alpha", 5, "--training.weight_decay", 0.1, "--training.ema_decay", 0.9]
+    command += ["--training.optimizer", "muon", "--training.schedule", "cosine", "--training.peak_learning_rate", 0.01]
     # A large position table makes checkpoints large and leaves steps fast.
     command += ["--network.learned_positions", "true", "--network.max_positions", positions]
     command += ["--run.checkpoint_every_steps", EVERY, "--run.log_every_steps", 1, "--run.keep_last", 2]
@@ -154,7 +157,6 @@ def check_kills(recipe: Path, folder: Path, *, positions: int, steps: int, kills
     assert "resuming from" in done.stderr.decode()
     partial_sizes = sorted(victim.partial_sizes)
     print(f"{victim.kills} kills, {len(partial_sizes)} while a checkpoint of {size} bytes was written: {partial_sizes}")
-    print(f"{victim.resumed} of the killed starts had resumed from the newest checkpoint")
     assert victim.kills >= kills
     assert len(partial_sizes) >= while_writing
     assert not temporary_files(run)
@@ -184,7 +186,7 @@ def test_a_few_kills(recipe_file: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_twenty_kills(recipe_file: Path, tmp_path: Path) -> None:
-    check_kills(recipe_file, tmp_path, positions=560_000, steps=150, kills=20, while_writing=8)
+    check_kills(recipe_file, tmp_path, positions=400_000, steps=150, kills=20, while_writing=8)
     newest = checkpoints(tmp_path / "killed")[-1]
     assert newest.stat().st_size >= 100_000_000
     assert position(torch.load(newest, weights_only=True, mmap=True))["epoch"] >= 5
@@ -199,10 +201,7 @@ def test_child_processes_of_a_killed_run_end(recipe_file: Path, tmp_path: Path) 
     children = descendants(process)
     assert len(children) >= 5  # a rank and two workers of each
     assert kill(process)
-    deadline = time.monotonic() + 20
     newest = step_of(checkpoints(tmp_path / "run")[-1])
     done = pipeline(*command, "--trainer.max_steps", newest + 2)  # immediately, while they may still run
     assert done.returncode == 0, done.stderr.decode()
-    while still_running(children) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not still_running(children)
+    assert_ended(children)

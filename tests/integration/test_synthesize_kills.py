@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.conftest import pipeline, sentences, tiny_recipe, write_text
-from tests.integration.runs import descendants, start, still_running
+from tests.integration.runs import assert_ended, descendants, start
 
 
 def results(work: Path) -> dict[str, bytes]:
@@ -59,10 +59,7 @@ def test_killed_in_several_stages(trained_run: Path, tmp_path: Path) -> None:
         process.send_signal(signum)
         # A run that is asked to stop saves a checkpoint and ends with code 75.
         assert process.wait(60) == (75 if signum == signal.SIGTERM else -signum), log.read_text()
-        deadline = time.monotonic() + 20
-        while still_running(children) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not still_running(children)
+        assert_ended(children)
         done = stages(log.read_text())
         assert order[: len(done)] == done
         assert done[-1] == stage
