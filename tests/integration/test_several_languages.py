@@ -1,4 +1,4 @@
-"""One model for two target languages, from preparation to an export: each source has its prefix and its scores."""
+"""One model for two target languages, from preparation to evaluation: each source has its prefix and its scores."""
 
 import json
 import random
@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.conftest import pipeline, run_here, tiny_recipe
-from tests.integration.runs import accumulator, assert_same_state, checkpoints, scalars
+from tests.integration.runs import accumulator, checkpoints, scalars
 
 pytestmark = pytest.mark.slow
 ENGLISH = ["dog", "cat", "house", "tree", "sees", "likes", "red", "small"]
@@ -70,10 +70,6 @@ def test_the_prefix_chooses_the_language(recipe: Path) -> None:
         assert share_of_words(done.stdout.decode().splitlines(), vocabulary) > 0.9
         option = pipeline("translate", run_of(recipe), "--prefix", prefix, text="".join(f"{line}\n" for line in lines))
         assert option.stdout == done.stdout
-    bare = pipeline("translate", run_of(recipe), text="a dog\n\n>>de<< a dog\nred dog\n")
-    assert bare.stderr.decode().splitlines()[-1] == (
-        "2 lines, 1, 4: without one of the prefixes that the model was trained with (>>de<< >>fr<<)"
-    )
 
 
 def test_validation_and_evaluate_agree_by_source(recipe: Path) -> None:
@@ -99,15 +95,11 @@ def test_validation_and_evaluate_agree_by_source(recipe: Path) -> None:
     assert lines[-1]["validation/bleu/fr"] == pytest.approx(logged["validation/bleu/fr"], rel=1e-6)
 
 
-def test_ranks_and_a_resumed_run_have_the_same_scores(recipe: Path, tmp_path: Path) -> None:
-    """The ranks' counts are summed; test_validation_scores.py shows that each pair is decoded on one rank only."""
-    run, one, two = run_of(recipe), *(Path(shutil.copytree(run_of(recipe), tmp_path / name)) for name in ("one", "two"))
-    checkpoints(one)[-1].unlink()
-    assert pipeline("fit", recipe, "--run.folder", one).returncode == 0
-    assert_same_state(checkpoints(one)[-1], checkpoints(run)[-1])
-    tags = [tag for tag in accumulator(run).Tags()["scalars"] if tag.startswith("validation/")]
+def test_two_ranks_have_the_scores_of_one(recipe: Path, tmp_path: Path) -> None:
+    """Their counts are summed; test_validation_scores.py shows that each pair is decoded on one rank only."""
+    one, two = (Path(shutil.copytree(run_of(recipe), tmp_path / name)) for name in ("one", "two"))
+    tags = [tag for tag in accumulator(one).Tags()["scalars"] if tag.startswith("validation/")]
     assert sum(tag.count("/") == 2 for tag in tags) == 10  # five scores of two languages
-    assert all(scalars(one, tag) == scalars(run, tag) for tag in tags)
     more = ["--trainer.max_steps", STEPS + 1, "--trainer.val_check_interval", 1]
     run_here("fit", recipe, "--run.folder", one, *more)
     done = pipeline("fit", recipe, "--run.folder", two, *more, "--trainer.devices", 2)
@@ -115,10 +107,3 @@ def test_ranks_and_a_resumed_run_have_the_same_scores(recipe: Path, tmp_path: Pa
     for tag in tags:
         step, score = scalars(one, tag)[-1]
         assert scalars(two, tag)[-1] == (step, pytest.approx(score, rel=1e-3, abs=1e-3))
-
-
-def test_a_bundle_says_which_prefixes_it_knows(recipe: Path, tmp_path: Path) -> None:
-    done = pipeline("export", run_of(recipe), tmp_path / "bundle", "--format", "torchscript")
-    assert done.returncode == 0, done.stderr.decode()
-    assert json.loads((tmp_path / "bundle" / "card.json").read_text())["prefixes"] == [">>de<<", ">>fr<<"]
-    assert "begins with a prefix, which names" in (tmp_path / "bundle" / "README.md").read_text()

@@ -86,18 +86,11 @@ def test_the_packages_are_those_of_the_wheel(environment: Path, tmp_path: Path) 
 
 def test_recipes_from_the_wheel(environment: Path, tmp_path: Path) -> None:
     listed = run(environment, "recipe", "list", cwd=tmp_path).stdout.splitlines()
-    names = [line.split()[0] for line in listed]
-    assert set(names) >= {name.removesuffix(".yaml") for name in TRACKED if name.endswith(".yaml")}
-    assert "demo" in names
-    assert listed[names.index("demo")].split(maxsplit=1)[1].startswith("The demo: English-German sentences")
+    names = {line.split()[0] for line in listed}
+    assert names >= {"demo", *(name.removesuffix(".yaml") for name in TRACKED if name.endswith(".yaml"))}
     done = run(environment, "recipe", "copy", "demo", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "demo.yaml\nrecipe.schema.json\n")
     assert (tmp_path / "demo.yaml").read_bytes() == (CONFIGS / "demo.yaml").read_bytes()
-    again = run(environment, "recipe", "copy", "demo", cwd=tmp_path)
-    assert again.returncode == 2
-    assert again.stderr == (
-        "error: demo.yaml: exists already; give another file, as in: attention-pipeline recipe copy demo FILE\n"
-    )
 
 
 def test_doctor_and_prepare_from_the_wheel(environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
