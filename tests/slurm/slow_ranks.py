@@ -5,7 +5,6 @@ collectives, so that the other ranks can be a whole step ahead. Other variables 
 
     SAVE_SECONDS   additional time to save a checkpoint
     CRASH_AFTER    SLOW_RANK fails in the step after this one
-    DIES           if "yes", the process crashes before training
     LINGERS        if "yes", the process starts to train once it is asked to stop
     LOCK_PATIENCE  seconds to wait for another process that writes to the run folder
 """
@@ -20,7 +19,6 @@ if sys.argv[1:2] == ["doctor"]:
 from pipeline.__main__ import main  # isort: skip - it handles signals from here on
 
 import os
-import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -53,8 +51,6 @@ def then_sleep(method: Callable[..., Any], moment: str) -> Any:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["fit"]:
         print("MOMENT start", file=sys.stderr, flush=True)
-        if os.environ.get("DIES") == "yes":
-            os.kill(os.getpid(), signal.SIGSEGV)
         while os.environ.get("LINGERS") == "yes" and signals.first_signal() is None:
             time.sleep(0.1)
         graceful_stop.MARGIN_SECONDS = 2  # ranks on CPUs would wait half a minute longer

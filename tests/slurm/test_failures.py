@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.integration.runs import assert_same_state, checkpoints, scalars, step_of
+from tests.integration.runs import assert_same_state, checkpoints, step_of
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import SLOWLY, resumed_from, train, wait_until_saved
 
@@ -61,10 +61,12 @@ def test_a_dead_rank_a_hung_rank(cluster: Cluster, recipe_file: Path, tmp_path: 
 
 
 def test_a_lost_node(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
-    """The job goes on with its other nodes, without waiting for SLURM to give up the lost one."""
+    """The job goes on with its other nodes, without waiting for SLURM to give up the lost one.
+
+    tests/integration/test_elastic.py compares a run whose number of ranks changes with one that never stops.
+    """
     run = tmp_path / "run"
-    options = ["--network.dropout", 0.3, "--run.checkpoint_every_steps", 2, "--run.keep_last", 1000]
-    options += ["--trainer.max_steps", 60]
+    options = ["--run.checkpoint_every_steps", 2, "--run.keep_last", 1000, "--trainer.max_steps", 60]
     job = train(
         cluster, recipe_file, run, *options, nodes=3, environment={**SLOWLY, "MIN_NODES": "2"}, sbatch=["--gpus=3"]
     )
@@ -73,17 +75,9 @@ def test_a_lost_node(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> Non
         job.wait_for("starting again on 2 of 3 nodes: 127.0.0.11 127.0.0.13")
         assert job.wait() == "COMPLETED", job.log
     assert job.restarts == 0
-    [lost_at] = resumed_from(job)
+    assert len(resumed_from(job)) == 1
     assert "rank 1 on 127.0.0.12 has died or hangs" in job.log
-    # A run of as many ranks at each step is the same.
-    again = tmp_path / "again"
-    three = train(cluster, recipe_file, again, *options, "--trainer.max_steps", lost_at, nodes=3)
-    assert three.wait() == "COMPLETED", three.log
-    two = train(cluster, recipe_file, again, *options, nodes=2)
-    assert two.wait() == "COMPLETED", two.log
-    assert_same_state(checkpoints(run)[-1], checkpoints(again)[-1])
-    for curve in ("train/loss", "validation/bleu"):
-        assert scalars(run, curve) == scalars(again, curve)
+    assert step_of(checkpoints(run)[-1]) == 60
 
 
 def test_the_first_node_is_lost(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
@@ -101,19 +95,6 @@ def test_the_first_node_is_lost(cluster: Cluster, recipe_file: Path, tmp_path: P
     assert step_of(checkpoints(run)[-1]) == 60
 
 
-def test_too_few_nodes_are_left(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
-    """Without MIN_NODES all nodes of the job are needed, so it is requeued, and gets another node."""
-    run = tmp_path / "run"
-    options = ["--run.checkpoint_every_steps", 2, "--trainer.max_steps", 60]
-    job = train(cluster, recipe_file, run, *options, environment=SLOWLY)
-    wait_until_saved(job, run, step=4)
-    with lost_node(cluster, "127.0.0.12"):
-        job.wait_for("1 of 2 nodes answer (127.0.0.11); 2 are needed, the first one among them")
-        assert job.wait() == "COMPLETED", job.log
-    assert job.restarts == 1
-    assert "127.0.0.12" not in job.hosts()
-
-
 def test_a_crash_that_repeats_ends_the_job(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     job = train(cluster, recipe_file, run, environment={**SLOWLY, "CRASH_AFTER": "6"})
@@ -128,22 +109,3 @@ def test_a_crash_that_repeats_ends_the_job(cluster: Cluster, recipe_file: Path, 
     mended = train(cluster, recipe_file, run)
     assert mended.wait() == "COMPLETED", mended.log
     assert resumed_from(mended) == [4]
-
-
-def test_a_crash_before_training_repeats(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
-    job = train(cluster, recipe_file, tmp_path / "run", environment={**SLOWLY, "DIES": "yes"})
-    assert job.wait() == "FAILED", job.log
-    assert job.restarts == 0
-    assert "3 times before training began; fix the cause above" in job.log.splitlines()[-1]
-    assert not list(ROOT.glob(f".failures-{job.number}"))
-
-
-def test_a_mistake_is_not_repeated(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
-    """Only rank 0 finds it, while the other ranks wait for rank 0."""
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / "cat.jpg").write_text("meow")
-    job = train(cluster, recipe_file, tmp_path / "photos")
-    assert job.wait() == "FAILED"
-    assert job.fields()["ExitCode"] == "2:0"
-    assert job.restarts == 0
-    assert "is not empty and not a run folder" in job.log

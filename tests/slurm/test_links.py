@@ -29,7 +29,10 @@ def test_names_that_lead_to_themselves(cluster_apart: Cluster, recipe_file: Path
 
 
 def test_a_cut_link(cluster_apart: Cluster, links: Links, recipe_file: Path, tmp_path: Path) -> None:
-    """No connection is closed, so all ranks wait until their timeouts; then the job resumes on another node."""
+    """No connection is closed, so all ranks wait until their timeouts.
+
+    Without MIN_NODES all nodes of the job are needed, so it is requeued, and resumes on another node.
+    """
     run = tmp_path / "run"
     options = ["--run.checkpoint_every_steps", 2, "--trainer.max_steps", 60, "--run.timeout_seconds", 6]
     environment = {**SLOWLY, "GLOO_SOCKET_IFNAME": "eth0"}
@@ -39,8 +42,9 @@ def test_a_cut_link(cluster_apart: Cluster, links: Links, recipe_file: Path, tmp
     links.cut(lost)
     try:
         job.wait_for(f"rank 1 on {lost} has died or hangs; rank 0 on {first} waited for it")
-        job.wait_for("resuming from")
+        job.wait_for(f"1 of 2 nodes answer ({first}); 2 are needed, the first one among them")
         assert job.wait() == "COMPLETED", job.log
+        assert job.restarts == 1
         assert lost not in job.hosts()
         assert len(resumed_from(job)) == 1
         assert step_of(checkpoints(run)[-1]) == 60
