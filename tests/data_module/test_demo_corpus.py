@@ -1,4 +1,4 @@
-"""The demo corpus: its German compared with hand-written forms, and its splits."""
+"""The demo corpus: its text, which does not change, its lexicon and its splits."""
 
 import os
 import re
@@ -11,23 +11,11 @@ import pytest
 from data_module.demo import corpus as demo_corpus
 from data_module.demo import grammar as demo_grammar
 from data_module.demo.corpus import Lexicon, Sentence
-from data_module.demo.grammar import THE, Clause, Nominal, Phrase, Verb, noun_phrase
 
 LEXICON = Lexicon()
 NOUNS = {noun.english: noun for nouns in LEXICON.nouns.values() for noun in nouns}
 ADJECTIVES = {adjective.english: adjective for adjective in LEXICON.adjectives}
 VERBS = {verb.english: verb for verb in LEXICON.verbs + LEXICON.reporting_verbs}
-NUMERALS = {numeral.english: numeral for numeral in LEXICON.numerals}
-DETERMINERS = [
-    THE,
-    demo_grammar.A,
-    demo_grammar.EVERY,
-    demo_grammar.THIS,
-    demo_grammar.THESE,
-    demo_grammar.BARE,
-    *demo_grammar.POSSESSIVES,
-]
-BY_ENGLISH = {determiner.english: determiner for determiner in DETERMINERS} | NUMERALS
 SHA256 = "c540e17d92fdd036363c9c071ede9d9506f5061534d8ad0ba29debec620671d8"
 """Of all files, one after another: figures of the demo are compared between versions."""
 
@@ -35,79 +23,6 @@ SHA256 = "c540e17d92fdd036363c9c071ede9d9506f5061534d8ad0ba29debec620671d8"
 @pytest.fixture(scope="module")
 def corpus() -> dict[str, list[Sentence]]:
     return demo_corpus.demo_corpus()
-
-
-def phrase(determiner: str, adjective: str, noun: str, plural: bool = False) -> Nominal:
-    return noun_phrase(BY_ENGLISH[determiner], ADJECTIVES.get(adjective), NOUNS[noun], plural)
-
-
-DECLENSION = """
-the old man | the old man | der alte Mann, den alten Mann, dem alten Mann
-the - child | the child | das Kind, das Kind, dem Kind
-the old man s | the old men | die alten Männer, die alten Männer, den alten Männern
-a old man | an old man | ein alter Mann, einen alten Mann, einem alten Mann
-a expensive car | an expensive car | ein teures Auto, ein teures Auto, einem teuren Auto
-our - sister s | our sisters | unsere Schwestern, unsere Schwestern, unseren Schwestern
-every - boy | every boy | jeder Junge, jeden Jungen, jedem Jungen
-this tired pilot | this tired pilot | dieser müde Pilot, diesen müden Piloten, diesem müden Piloten
-three ripe apple s | three ripe apples | drei reife Äpfel, drei reife Äpfel, drei reifen Äpfeln
-"""
-
-
-@pytest.mark.parametrize("line", DECLENSION.strip().splitlines())
-def test_noun_phrases_agree_in_gender_number_and_case(line: str) -> None:
-    words, english, german = line.split(" | ")
-    determiner, adjective, noun, *plural = words.split()
-    nominal = phrase(determiner.strip("-"), adjective, noun, bool(plural))
-    assert nominal.english == english
-    assert ", ".join(nominal.german[case] for case in demo_grammar.CASES) == german
-
-
-def clause(subject: Nominal, verb: str, mode: str = "present", **rest: object) -> Clause:
-    return Clause(subject, VERBS[verb], LEXICON.modes[mode], **rest)  # type: ignore[arg-type]
-
-
-MAN, CHILD = phrase("the", "", "man"), phrase("the", "", "child")
-CAR, NO_CAR = phrase("the", "", "car"), noun_phrase(demo_grammar.NO_SINGULAR, ADJECTIVES["red"], NOUNS["car"])
-WE, ME = demo_grammar.PRONOUNS[3], demo_grammar.PRONOUNS[0]
-YESTERDAY = Phrase("yesterday", "gestern")
-
-
-@pytest.mark.parametrize(
-    ("made", "english", "second", "last"),
-    [
-        (clause(MAN, "buy", object=CAR, negated=True), "the man does not buy the car",
-         "der Mann kauft das Auto nicht", "der Mann das Auto nicht kauft"),
-        (clause(MAN, "buy", object=NO_CAR, negated=True), "the man does not buy a red car",
-         "der Mann kauft kein rotes Auto", "der Mann kein rotes Auto kauft"),
-        (clause(MAN, "pick up", object=CHILD), "the man picks up the child", "der Mann holt das Kind ab",
-         "der Mann das Kind abholt"),
-        (clause(ME, "pick up", "want", object=MAN), "I want to pick up the man", "ich will den Mann abholen",
-         "ich den Mann abholen will"),
-        (clause(WE, "invite", "past", object=MAN, front=YESTERDAY), "yesterday we invited the man",
-         "gestern haben wir den Mann eingeladen", None),
-        (clause(MAN, "walk", "past", negated=True,
-                adjunct=demo_grammar.prepositional_phrase("to", "zu", "dative", phrase("the", "", "school"))),
-         "the man did not walk to the school", "der Mann ist nicht zur Schule gegangen",
-         "der Mann nicht zur Schule gegangen ist"),
-        (clause(MAN, "give", "can", object=CAR, recipient=CHILD, negated=True),
-         "the man cannot give the car to the child", "der Mann kann dem Kind das Auto nicht geben",
-         "der Mann dem Kind das Auto nicht geben kann"),
-        (Clause(CAR, Verb("red", "", "rot", "", ""), LEXICON.modes["is"], negated=True), "the car is not red",
-         "das Auto ist nicht rot", "das Auto nicht rot ist"),
-    ],
-)  # fmt: skip
-def test_the_position_of_the_verb_in_german(made: Clause, english: str, second: str, last: str | None) -> None:
-    assert made.english() == english
-    assert made.german() == second
-    if last:
-        assert made.german("last") == last
-
-
-def test_questions_begin_with_the_verb() -> None:
-    made = clause(MAN, "close", object=phrase("every", "", "box"))
-    assert made.english(question=True) == "does the man close every box"
-    assert made.german("first") == "macht der Mann jede Kiste zu"
 
 
 def test_no_english_form_has_two_meanings() -> None:
