@@ -1,14 +1,25 @@
-"""Collation, compared with arrays written by hand."""
+"""Collation, compared with arrays written by hand; and buckets of pairs of similar lengths."""
 
 from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from data_module.batching.batch import LengthBucket, RankBatch, SpecialIds, collate, length_groups, pad_batch
+from data_module.batching.batch import (
+    LengthBucket,
+    RankBatch,
+    SpecialIds,
+    collate,
+    length_buckets,
+    length_groups,
+    pad_batch,
+)
 from data_module.batching.rank_rows import RowShape, row_shape
 from data_module.corpus.store import ParallelCorpus, TokenStore, TokenStoreWriter
+from tests.data_module.test_batch_plan import lengths
 
 SPECIAL = SpecialIds(pad=0, bos=2, eos=3)
 SOURCE = [[15, 16], [17], [18, 19, 10], [11]]
@@ -137,10 +148,47 @@ def test_padding(corpus: ParallelCorpus) -> None:
     assert same_length.source_mask is None
     assert same_length.to("meta").source_mask is None
     assert same_length.target_output.tolist() == [[3, 0, 0, 0], [22, 23, 24, 3]]
-
-
-def test_a_filler_has_no_labels(corpus: ParallelCorpus) -> None:
+    # A filler has no labels.
     batch = pad_batch(corpus, LengthBucket(np.array([3, 1]), 2, 4), SPECIAL, is_filler=True)
     assert batch.is_filler
     assert batch.target_output.unique().tolist() == [0]
     assert batch.source.tolist() == [[11, 3], [17, 3]]
+
+
+def test_buckets_have_little_padding() -> None:
+    source, target = lengths()
+    buckets = length_buckets(source, target, 250)
+    padded = sum(len(b.pairs) * (b.source_length + b.target_length) for b in buckets)
+    assert (source.sum() + target.sum()) / padded > 0.9
+
+
+@pytest.mark.parametrize(
+    ("source", "tokens", "sizes"),
+    [
+        ([20, 23], 1000, [2]),
+        ([20, 24], 1000, [1, 1]),
+        ([9, 10], 1000, [2]),
+        ([9, 11], 1000, [1, 1]),
+        ([20, 20, 21, 21, 22, 22], 132, [6]),  # 6 of 22 are exactly 132
+        ([20, 20, 21, 21, 22, 22], 131, [5, 1]),
+    ],
+)
+def test_similar_lengths_share_a_bucket(source: list[int], tokens: int, sizes: list[int]) -> None:
+    """The longest is at most 1.1 times the shortest plus one."""
+    buckets = length_buckets(np.array(source, np.uint16), np.full(len(source), 5, np.uint16), tokens)
+    assert [len(bucket.pairs) for bucket in buckets] == sizes
+
+
+@given(st.data())
+def test_buckets_of_any_corpus(data: st.DataObject) -> None:
+    pairs = data.draw(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=40))
+    source, target = np.array(pairs, dtype=np.uint16).T
+    tokens = data.draw(st.integers(1, 300))
+    buckets = length_buckets(source, target, tokens)
+    assert sorted(pair for bucket in buckets for pair in bucket.pairs.tolist()) == list(range(len(pairs)))
+    # The longest first.
+    assert [bucket.source_length for bucket in buckets] == sorted((b.source_length for b in buckets), reverse=True)
+    for bucket in buckets:
+        assert source[bucket.pairs].max() == bucket.source_length
+        assert target[bucket.pairs].max() == bucket.target_length
+        assert len(bucket.pairs) == 1 or len(bucket.pairs) * max(bucket.source_length, bucket.target_length) <= tokens
