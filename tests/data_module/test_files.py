@@ -28,16 +28,12 @@ def new(tmp_path: Path) -> Path:
     return tmp_path / "new"
 
 
-def make_old(tmp_path: Path) -> Path:
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "file").write_text("old")
-    return tmp_path / "folder"
-
-
 def test_the_previous_folder_is_restored_if_the_move_fails(
     tmp_path: Path, new: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, rename = make_old(tmp_path), Path.rename
+    folder, rename = tmp_path / "folder", Path.rename
+    folder.mkdir()
+    (folder / "file").write_text("old")
 
     def fail(path: Path, target: Path) -> Path:
         if path == new:
@@ -87,11 +83,7 @@ def test_data_is_synchronized_before_the_rename_and_the_rename_before_the_end(
         with atomic_file(path) as file:
             file.write(contents)
             temporary = Path(file.name)
-        assert calls == [
-            ("fsync", temporary, contents),
-            ("replace", temporary, path),
-            ("fsync", path.parent, None),
-        ]
+        assert calls == [("fsync", temporary, contents), ("replace", temporary, path), ("fsync", path.parent, None)]
         assert temporary.parent == path.parent  # a rename is atomic only within one file system
         assert path.read_bytes() == contents
         assert [entry.name for entry in path.parent.iterdir()] == ["file"]

@@ -131,13 +131,8 @@ def test_compressed_files_may_be_joined(tmp_path: Path) -> None:
         read_sentences(path)
 
 
-@pytest.fixture
-def marked() -> BytesIO:
-    lines = [b"\xef\xbb\xbfa\r", b"b\rc\r", b"\xef\xbb\xbfd", *[b"e\rf"] * 4, b"\r"]
-    return BytesIO(b"\n".join(lines) + b"\n")
-
-
-def test_stray_marks_are_noted_and_stay(marked: BytesIO, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stray_marks_are_noted_and_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    marked = BytesIO(b"\xef\xbb\xbfa\r\nb\rc\r\n\xef\xbb\xbfd\n" + b"e\rf\n" * 4 + b"\r\n")
     assert list(sentences(marked, "file")) == ["a", "b\rc", "\ufeffd", *["e\rf"] * 4, ""]
     inside, joined = capsys.readouterr().err.splitlines()
     assert inside.startswith("file: 5 lines, the first are 2, 4, 5: carriage returns inside, read as spaces; if they")

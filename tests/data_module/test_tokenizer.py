@@ -10,13 +10,7 @@ from hypothesis import strategies as st
 
 from data_module.errors import InputError
 from data_module.tokenization.encoders import WordEncoder
-from data_module.tokenization.tokenizer import (
-    NUM_SPECIAL_IDS,
-    Tokenizer,
-    clean_lines,
-    is_blank,
-    normalize_white_space,
-)
+from data_module.tokenization.tokenizer import NUM_SPECIAL_IDS, Tokenizer, clean_lines, is_blank, normalize_white_space
 from tests.conftest import INVISIBLE, train_tokenizer
 
 SENTENCES = [
@@ -73,9 +67,6 @@ def test_bytes_that_are_no_tokenizer(model: bytes, tmp_path: Path) -> None:
     path.write_bytes(model)
     with pytest.raises(InputError, match=r"tokenizer\.model: not a tokenizer"):
         Tokenizer.load(path)
-
-
-def test_missing_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"absent\.model: cannot read"):
         Tokenizer.load(tmp_path / "absent.model")
 
