@@ -2,22 +2,22 @@
 
 import errno
 import gzip
-import lzma
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf, nan
 from pathlib import Path
 
 import pytest
 
 from data_module.corpus.checks import check_text
 from data_module.corpus.manifest import Manifest
-from data_module.corpus.preparation import prepare
 from data_module.corpus.store import TokenStoreWriter, open_corpus
 from data_module.errors import InputError
-from data_module.settings import CorpusSettings, TextSource
+from data_module.settings import BpeDropout, CorpusSettings, NoiseSettings, TextSource
 from data_module.tokenization.tokenizer import Tokenizer
 from tests.conftest import another_user
+from tests.data_module.conftest import fails, made, text_of
 
 SOURCE = ["one house", "two houses", "three red houses", "four"]
 TARGET = ["ein Haus", "zwei Häuser", "drei rote Häuser", "vier"]
@@ -38,25 +38,15 @@ class Workplace:
         return self.folder / name
 
     def fails(self, *parts: str, **changes: object) -> str:
-        """Run prepare, check the message and that nothing is left, and return the message."""
-        with pytest.raises(InputError) as caught:
-            prepare(replace(self.settings, **changes), progress=False)
-        message = str(caught.value)
-        assert "\n" not in message
-        for part in parts:
-            assert part in message
-        assert not [path for path in self.folder.iterdir() if "corpus" in path.name]
-        return message
+        return fails(self.settings, *parts, **changes)
 
     def works(self, **changes: object) -> Manifest:
-        manifest = prepare(replace(self.settings, **changes), progress=False)
+        manifest = made(replace(self.settings, **changes))
         assert len(open_corpus(self.folder / "corpus", "train")) == manifest["train"]["pairs_kept"]
         return manifest
 
     def source_text(self) -> list[str]:
-        store = open_corpus(self.folder / "corpus", "train").source
-        tokenizer = Tokenizer.load(self.folder / "corpus" / "tokenizer.model")
-        return tokenizer.decode([store[i].tolist() for i in range(len(store))])
+        return [source for source, _ in text_of(self.settings)]
 
 
 @pytest.fixture
@@ -106,7 +96,6 @@ def be_a_folder(path: Path) -> None:
         ("train.en", be_a_folder, "a folder, not a file"),
         ("train.en", lambda path: path.write_bytes(b""), "0 lines, but "),
         ("dev.de", lambda path: path.write_bytes(b""), "0 lines, but "),
-        ("train.de", lambda path: path.write_bytes(lzma.compress(b"a")), "is compressed; unpack it (unxz)"),
     ],
 )
 def test_a_file_that_is_no_text(place: Workplace, name: str, spoil: Callable[[Path], object], message: str) -> None:
@@ -173,7 +162,7 @@ def test_full_disk(place: Workplace, monkeypatch: pytest.MonkeyPatch, code: int)
     with monkeypatch.context() as patch:
         patch.setattr("data_module.files.sync_to_disk", full)
         with pytest.raises(InputError, match="disk is full"):
-            prepare(place.settings, force=True, progress=False)
+            made(place.settings, force=True)
     assert place.works() == manifest
 
 
@@ -206,25 +195,50 @@ def test_settings_out_of_range(place: Workplace, key: str, value: object, messag
     place.fails(f"corpus.{key}: ", message, **{key: value})
 
 
-def test_valid_limits_that_leave_nothing(place: Workplace) -> None:
+def test_validation_text_of_which_no_pair_is_left(place: Workplace) -> None:
     place.fails("corpus.validation: no pair is left (too_long: 1)", max_tokens=1)
 
 
+FILES = {"source": "a", "target": "b"}
+
+
 @pytest.mark.parametrize(
-    "keys",
+    ("kind", "keys", "message"),
     [
-        {},
-        {"source": "a"},
-        {"source": "a", "target": "b", "tsv": "c"},
-        {"dataset": "a"},
-        {"split": "train"},
-        {"tsv": "a", "subset": "de-en"},
-        {"source": "a", "target": "b", "dataset": "c", "split": "train"},
+        *(
+            (TextSource, keys, f"this one has {' and '.join(keys) or 'none of them'}$")
+            for keys in (
+                {},
+                {"source": "a"},
+                {**FILES, "tsv": "c"},
+                {"dataset": "a"},
+                {"split": "train"},
+                {"tsv": "a", "subset": "de-en"},
+                {**FILES, "dataset": "c", "split": "train"},
+            )
+        ),
+        (TextSource, {**FILES, "target_language": "de"}, "of a text source are for data sets; remove them"),
+        *(
+            (TextSource, {**FILES, "name": name}, "`name` of a text source is .*; use letters")
+            for name in ("", "a b", "a/b", "a\n", "é:")
+        ),
+        *(
+            (TextSource, {**FILES, "weight": weight}, "`weight` of a text source is .* it must be above 0")
+            for weight in (0.0, -1.0, inf, nan)
+        ),
+        (BpeDropout, {"target": 1}, r"corpus\.bpe_dropout\.target 1 is not from 0 to below 1"),
+        (NoiseSettings, {"typos": 1.5}, r"corpus\.noise\.typos 1\.5 is not from 0 to 1"),
+        (NoiseSettings, {"number": nan}, r"corpus\.noise\.number nan is not from 0 to 1"),
+        (
+            NoiseSettings,
+            {"lower_case": 0.5, "upper_case": 0.6},
+            r"corpus\.noise\.lower_case, title_case and upper_case are 1\.1 together",
+        ),
     ],
 )
-def test_a_text_source_has_one_kind(keys: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match=f"this one has {' and '.join(keys) or 'none of them'}$"):
-        TextSource(**keys)
+def test_keys_and_values_that_are_refused(kind: type, keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(**keys)
 
 
 def test_test_text_is_checked_before_any_work(place: Workplace) -> None:
@@ -240,16 +254,16 @@ def test_test_text_is_checked_before_any_work(place: Workplace) -> None:
 def test_text_that_is_unknown_to_the_tokenizer(place: Workplace, caplog: pytest.LogCaptureFixture) -> None:
     place.works()
     place.write("dev.en", ["one house two houses three red houses four " * 3 + "ξ"])
-    prepare(place.settings, progress=False, force=True)
+    made(place.settings, force=True)
     assert "unknown" not in caplog.text
     place.write("dev.en", ["ένα σπίτι"])
-    prepare(place.settings, progress=False, force=True)
+    made(place.settings, force=True)
     assert "20 % of the validation text's pieces are unknown to the tokenizer" in caplog.text
     assert "training text" not in caplog.text
     tokenizer = Tokenizer.load(place.folder / "corpus" / "tokenizer.model")
     place.write("train.en", ["house " * 7])
     place.write("train.de", ["ξ " * 27])
-    prepare(place.settings, tokenizer, progress=False, force=True)
+    made(place.settings, tokenizer=tokenizer, force=True)
     assert "44 % of the training text's pieces are unknown" in caplog.text
 
 

@@ -1,5 +1,6 @@
 import json
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,6 @@ import pytest
 
 from data_module.corpus import store
 from data_module.corpus.manifest import differences
-from data_module.corpus.preparation import existing_corpus, prepare
 from data_module.corpus.store import (
     MAX_TOKENS,
     TokenStore,
@@ -16,11 +16,11 @@ from data_module.corpus.store import (
     lengths_with_eos,
     open_corpus,
     read_ahead,
-    store_prefix,
     token_type,
 )
 from data_module.errors import InputError
-from data_module.settings import CorpusSettings, TextSource
+from data_module.settings import CorpusSettings
+from tests.data_module.conftest import made
 
 SENTENCES = [[5, 6, 7], [], [65_535], [8, 9]]
 
@@ -58,17 +58,6 @@ def test_store_is_mapped_and_pickles_as_its_path(tmp_path: Path) -> None:
     assert pickle.loads(data)[0].tolist() == SENTENCES[0]  # noqa: S301
 
 
-def test_a_mapped_store_is_read_whole_though_another_takes_its_place(tmp_path: Path) -> None:
-    store = _write(tmp_path / "train.source")
-    store.map_all(max(map(len, SENTENCES)))
-    for path in tmp_path.iterdir():
-        path.unlink()
-    with TokenStoreWriter(tmp_path / "train.source", np.dtype(np.uint16)) as writer:
-        _append(writer, [[1], [1, 1]])
-    assert [store[i].tolist() for i in range(len(store))] == SENTENCES
-    assert store.lengths.tolist() == list(map(len, SENTENCES))
-
-
 def test_repeat_from_appends_the_sentences_again(tmp_path: Path) -> None:
     with TokenStoreWriter(tmp_path / "s", np.dtype(np.uint16)) as writer:
         _append(writer, SENTENCES)
@@ -90,37 +79,37 @@ def test_smallest_type_that_holds_the_vocabulary() -> None:
     assert token_type(65_537) == np.uint32
 
 
-@pytest.fixture
-def settings(tmp_path: Path) -> CorpusSettings:
-    for name, text in (("a", "one two\nthree\n"), ("b", "eins zwei drei vier\ndrei vier\n")):
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    text = TextSource(source=str(tmp_path / "a"), target=str(tmp_path / "b"))
-    settings = CorpusSettings(str(tmp_path / "corpus"), [text], [text], vocabulary_size=20)
-    prepare(settings, progress=False)
-    return settings
+def first_sentence(settings: CorpusSettings) -> np.ndarray:
+    return open_corpus(Path(settings.folder), "train").source[0]
 
 
-def test_an_incomplete_corpus_is_detected_and_can_be_rebuilt(settings: CorpusSettings) -> None:
-    folder = Path(settings.folder)
-    tokens = folder / "train.source.tokens.npy"
-    whole = tokens.read_bytes()
-    tokens.write_bytes(whole[:-1])
-    with pytest.raises(InputError, match=r"tokens\.npy: the corpus is incomplete, .* bytes, not .*--force"):
-        open_corpus(folder, "train")
-    tokens.unlink()
-    with pytest.raises(InputError, match=r"tokens\.npy: the corpus is incomplete, this file is missing"):
-        prepare(settings, progress=False)
-    prepare(settings, force=True, progress=False)
-    assert tokens.read_bytes() == whole
-
-
-def test_another_tokenizer_is_detected(settings: CorpusSettings) -> None:
-    path = Path(settings.folder) / "tokenizer.model"
-    model = path.read_bytes()
-    assert model.count(b"eins") or model.count(b"\x96\x81")
-    path.write_bytes(model.replace(b"\xe2\x96\x81", b"\xe2\x96\x82", 1))
-    with pytest.raises(InputError, match=r"tokenizer\.model: not the tokenizer that the corpus was made with"):
-        open_corpus(Path(settings.folder), "train")
+@pytest.mark.parametrize(
+    ("name", "spoil", "use", "message"),
+    [
+        ("train.source.tokens.npy", lambda whole: whole[:-1], first_sentence, "incomplete, .* bytes, not .*--force"),
+        ("train.source.tokens.npy", None, made, "the corpus is incomplete, this file is missing"),
+        ("train.source.tokens.npy", lambda whole: bytes(len(whole)), first_sentence, "cannot open the corpus"),
+        ("tokenizer.model", lambda whole: whole.replace("\u2581".encode(), "\u2582".encode(), 1), first_sentence,
+         "not the tokenizer that the corpus was made with"),
+    ],
+)  # fmt: skip
+def test_a_damaged_corpus_is_detected_and_can_be_rebuilt(
+    settings: CorpusSettings,
+    name: str,
+    spoil: Callable[[bytes], bytes] | None,
+    use: Callable[[CorpusSettings], object],
+    message: str,
+) -> None:
+    made(settings)
+    path = Path(settings.folder) / name
+    whole = path.read_bytes()
+    path.unlink()
+    if spoil:
+        path.write_bytes(spoil(whole))
+    with pytest.raises(InputError, match=rf"{name}: .*{message}"):
+        use(settings)
+    made(settings, force=True)
+    assert path.read_bytes() == whole
 
 
 def test_no_corpus_and_no_corpus_folder(tmp_path: Path) -> None:
@@ -130,34 +119,12 @@ def test_no_corpus_and_no_corpus_folder(tmp_path: Path) -> None:
         open_corpus(tmp_path, "train")
 
 
-def test_damaged_array_is_named(tmp_path: Path) -> None:
-    prefix = store_prefix(tmp_path, "train", "source")
-    _write(prefix)
-    (tmp_path / "train.source.tokens.npy").write_bytes(b"junk")
-    with pytest.raises(InputError, match=r"train\.source\.tokens\.npy: cannot open the corpus"):
-        TokenStore(prefix)[0]
-
-
-def test_settings_of_a_corpus_can_be_compared(settings: CorpusSettings) -> None:
-    manifest = prepare(settings, progress=False)
-    assert existing_corpus(replace(settings, folder="elsewhere"), compare_texts=False) is None
-    assert existing_corpus(settings, compare_texts=False) == manifest
-    with pytest.raises(InputError, match=r"or settings: corpus\.lowercase was false, now true; name another"):
-        existing_corpus(replace(settings, lowercase=True), compare_texts=False)
-    # Text is read only if asked for.
-    source = Path(str(settings.train[0].source))
-    source.write_text(source.read_text() + "\n")
-    assert existing_corpus(settings, compare_texts=False) == manifest
-    with pytest.raises(InputError, match=f"{source} has changed"):
-        existing_corpus(settings, compare_texts=True)
-
-
 def test_a_link_to_a_corpus_is_kept(settings: CorpusSettings, tmp_path: Path) -> None:
     there, link = tmp_path / "disk" / "corpus", tmp_path / "link"
     there.parent.mkdir()
     link.symlink_to(there)
     for most in (100, 101, 102):
-        prepare(replace(settings, folder=str(link), max_tokens=most), force=True, progress=False)
+        made(replace(settings, folder=str(link), max_tokens=most), force=True)
     assert link.readlink() == there
     assert json.loads((there / "manifest.json").read_text())["settings"]["max_tokens"] == 102
     assert not list(tmp_path.glob(".link.*"))
@@ -185,22 +152,30 @@ def test_read_ahead_reads_every_byte_if_there_is_memory(
     assert "copy it to a local disk" in caplog.text
 
 
-def test_differences_name_new_and_missing_files() -> None:
-    one, two, three = ({"file": name, "bytes": 1, "sha256": name} for name in ("one", "two", "three"))
-    had, wanted = {"source_files": [one, two]}, {"source_files": [two, three]}
+FILES = {name: {"file": name, "bytes": 1, "sha256": name} for name in ("one", "two", "three")}
+
+
+@pytest.mark.parametrize(
+    ("had", "wanted", "expected"),
+    [
+        (
+            {"source_files": [FILES["one"], FILES["two"]]},
+            {"source_files": [FILES["two"], FILES["three"]]},
+            ["three is new", "one is gone"],
+        ),
+        (
+            {"settings": {"names": ["ä", 2], "test": [{"tsv": "3"}]}},
+            {"settings": {"names": ["ö"], "seed": 4}},
+            ['corpus.names was ["ä", 2], now ["ö"]', "corpus.seed was null, now 4", "corpus.test: no longer 3"],
+        ),
+        ({}, {"settings": {"seed": 4}}, ['corpus was null, now {"seed": 4}']),
+    ],
+)
+def test_differences_name_what_is_new_and_missing(
+    had: dict[str, object], wanted: dict[str, object], expected: list[str]
+) -> None:
     assert differences(had, had) == []
-    assert differences(had, wanted) == ["three is new", "one is gone"]
-
-
-def test_differences_name_new_and_missing_settings() -> None:
-    had, wanted = {"settings": {"names": ["ä", 2], "test": [{"tsv": "3"}]}}, {"settings": {"names": ["ö"], "seed": 4}}
-    assert differences(had, wanted) == [
-        'corpus.names was ["ä", 2], now ["ö"]',
-        "corpus.seed was null, now 4",
-        "corpus.test: no longer 3",
-    ]
-    assert differences({}, {"settings": {"seed": 4}}) == ['corpus was null, now {"seed": 4}']
-    assert differences({"settings": {"keys": {"a": 1}}}, {"settings": {}}) == ['corpus.keys was {"a": 1}, now null']
+    assert differences(had, wanted) == expected
 
 
 def test_differences_name_a_few_text_sources() -> None:

@@ -19,7 +19,7 @@ from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
 from pipeline.training.train import ensure_corpus
 from tests.conftest import ROOT, pipeline, sentences
-from tests.data_module.test_preparation import made, text_of, write_pairs
+from tests.data_module.conftest import contents, fails, made, text_of, write_pairs
 
 Rows = Sequence[tuple[str | bytes | None, str | None]]
 """English and German."""
@@ -85,17 +85,6 @@ def settings(tmp_path: Path) -> CorpusSettings:
     )
 
 
-def fails(settings: CorpusSettings, *parts: str, **changes: object) -> str:
-    with pytest.raises(InputError) as caught:
-        made(replace(settings, **changes))
-    message = str(caught.value)
-    assert "\n" not in message
-    for part in parts:
-        assert part in message
-    assert not Path(settings.folder).exists()
-    return message
-
-
 def changed(settings: CorpusSettings, **changes: object) -> list[TextSource]:
     return [replace(settings.train[0], **changes)]
 
@@ -103,43 +92,41 @@ def changed(settings: CorpusSettings, **changes: object) -> list[TextSource]:
 def test_a_data_set_is_the_same_corpus_as_its_text_in_files(settings: CorpusSettings, tmp_path: Path) -> None:
     made(settings)
     lists = {"train": rows(90, 1), "validation": rows(20, 2)}
-    texts = {}
-    for split, pairs in lists.items():
-        for side, name in enumerate(("en", "de")):
-            (tmp_path / f"{split}.{name}").write_text("".join(pair[side] + "\n" for pair in pairs))
-        texts[split] = [TextSource(str(tmp_path / f"{split}.en"), str(tmp_path / f"{split}.de"))]
-    files = replace(settings, folder=str(tmp_path / "files"), **texts)
-    made(files)
-    for path in Path(files.folder).iterdir():
-        if path.name != "manifest.json":
-            assert path.read_bytes() == (Path(settings.folder) / path.name).read_bytes(), path.name
+    texts = {split: [write_pairs(tmp_path, split, pairs)] for split, pairs in lists.items()}
+    made(replace(settings, folder=str(tmp_path / "files"), **texts))
+    same = {**contents(settings.folder), "manifest.json": contents(tmp_path / "files")["manifest.json"]}
+    assert contents(tmp_path / "files") == same
 
 
-@pytest.mark.parametrize(("readme", "name"), [(True, "wmt14"), (False, "json")])  # a format of this name is known
-def test_with_and_without_a_readme(
-    settings: CorpusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readme: bool, name: str
+def json_named(name: str) -> Callable[[Path], object]:
+    return lambda folder: write_json(folder / name, rows(90, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "subset"),
+    [
+        ("wmt14", wmt_like, "de-en"),
+        ("json", lambda folder: wmt_like(folder, readme=False), "de-en"),  # a format of this name is known
+        # Only one of the subsets that the README lists has been downloaded.
+        ("part", lambda folder: shutil.rmtree(wmt_like(folder) / "cs-en"), "de-en"),
+        *(("lines", json_named(f"{stem}.{end}"), None) for stem in ("train", "data/train-00000-of-00001")
+          for end in ("json", "jsonl")),
+    ],
+)  # fmt: skip
+def test_layouts(
+    settings: CorpusSettings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    write: Callable[[Path], object],
+    subset: str | None,
 ) -> None:
-    wmt_like(tmp_path / "data" / name, readme=readme)
+    write(tmp_path / "data" / name)
     monkeypatch.chdir(tmp_path / "data")
-    train = TextSource(dataset=name, subset="de-en", split="train", repeat=2)
+    train = TextSource(dataset=name, subset=subset, split="train", repeat=2)
     manifest = made(replace(settings, train=[train]))
     assert text_of(settings) == rows(90, 1) * 2
     assert manifest["hub_revisions"] == {}
-
-
-@pytest.mark.parametrize("name", ["train.jsonl", "train.json", "data/train-00000-of-00001.json"])
-def test_json_without_subsets(settings: CorpusSettings, tmp_path: Path, name: str) -> None:
-    write_json(tmp_path / "lines" / name, rows(50, 3))
-    text = TextSource(dataset=str(tmp_path / "lines"), split="train")
-    made(replace(settings, train=[text]))
-    assert text_of(settings) == rows(50, 3)
-
-
-def test_part_of_a_data_set(settings: CorpusSettings, tmp_path: Path) -> None:
-    """Only one of the subsets that the README lists has been downloaded."""
-    (tmp_path / "wmt14/cs-en/train-00000-of-00001.parquet").unlink()
-    made(settings)
-    assert text_of(settings) == rows(90, 1)
 
 
 def test_one_of_several_files_is_missing(settings: CorpusSettings, tmp_path: Path) -> None:
@@ -147,23 +134,7 @@ def test_one_of_several_files_is_missing(settings: CorpusSettings, tmp_path: Pat
     fails(settings, "wmt14: only 2 of the 3 files of 'train' exist; fetch the others")
 
 
-def test_sources_of_all_kinds_and_their_line_numbers(settings: CorpusSettings, tmp_path: Path) -> None:
-    (tmp_path / "a.tsv").write_text("one\teins\n\tzwei\n")
-    odd: Rows = [("a b", "c"), (None, "c"), ("the\nred\r\ncat\n", "dog\u2028house"), ("the", None)]
-    write_json(tmp_path / "odd/train.jsonl", odd)
-    texts = [
-        TextSource(tsv=str(tmp_path / "a.tsv")),
-        TextSource(dataset=str(tmp_path / "odd"), split="train", repeat=2),
-        *settings.train,
-    ]
-    manifest = made(replace(settings, train=texts))
-    assert text_of(settings) == [("one", "eins"), *[("a b", "c"), ("the red cat", "dog house")] * 2, *rows(90, 1)]
-    empty = manifest["train"]["pairs_dropped"]["empty_side"]
-    assert empty["pairs"] == 5
-    assert empty["first_lines"] == [f"{tmp_path}/a.tsv:2", f"{tmp_path}/odd:train:2", f"{tmp_path}/odd:train:4"]
-
-
-def test_each_data_set_may_name_its_languages(settings: CorpusSettings) -> None:
+def test_each_data_set_may_name_its_languages(settings: CorpusSettings, tmp_path: Path) -> None:
     """The second source is read the other way round; its keys are in the messages and part of the corpus."""
     reverse = replace(settings.train[0], source_language="de", target_language="en")
     manifest = made(replace(settings, train=[settings.train[0], reverse]))
@@ -173,27 +144,20 @@ def test_each_data_set_may_name_its_languages(settings: CorpusSettings) -> None:
     assert manifest["settings"]["train"][0]["target_language"] is None
     with pytest.raises(InputError, match=r"corpus\.train: no longer .* en, now "):
         made(replace(settings, train=[settings.train[0], replace(reverse, target_language="de")]))
-    Path(settings.folder).rename(f"{settings.folder}.away")
-    fails(
-        settings,
-        "'fr' is none of its languages (de, en); correct its target_language",
-        train=changed(settings, target_language="fr"),
-    )
-    fails(
-        settings,
-        "its source_language and corpus.target_language are both 'de'",
-        train=changed(settings, source_language="de"),
-    )
-    with pytest.raises(ValueError, match="of a text source are for data sets; remove them"):
-        TextSource("a.en", "a.de", target_language="de")
+    Path(settings.folder).rename(tmp_path / "away")
+    for change, message in (
+        ({"target_language": "fr"}, "'fr' is none of its languages (de, en); correct its target_language"),
+        ({"source_language": "de"}, "its source_language and corpus.target_language are both 'de'"),
+    ):
+        fails(settings, message, train=changed(settings, **change))
 
 
 def test_null_translations_and_row_numbers_across_files(settings: CorpusSettings, tmp_path: Path) -> None:
-    """A row may be null as a whole; line numbers continue after the first chunk and file."""
+    """A row may be null as a whole, or have line ends; row numbers continue after the first chunk and file."""
     pairs = rows(10_050, 4)
     write_parquet(tmp_path / "long/train-00000-of-00002.parquet", pairs)
     struct = pa.array(
-        [{"de": "ein Hund", "en": "a dog"}, None], pa.struct({"de": pa.large_string(), "en": pa.string()})
+        [{"de": "ein\r\nHund\n", "en": "a\u2028dog"}, None], pa.struct({"de": pa.large_string(), "en": pa.string()})
     )
     parquet.write_table(pa.table({"translation": struct}), tmp_path / "long/train-00001-of-00002.parquet")
     text = TextSource(dataset=str(tmp_path / "long"), split="train")
@@ -201,11 +165,8 @@ def test_null_translations_and_row_numbers_across_files(settings: CorpusSettings
     empty = manifest["train"]["pairs_dropped"]["empty_side"]
     assert empty == {"pairs": 1, "first_lines": [f"{tmp_path}/long:train:10052"]}
     chunks = list(read_pairs(text, settings))
-    assert [pair for chunk in chunks for pair in zip(chunk.source, chunk.target, strict=True)] == [
-        *pairs,
-        ("a dog", "ein Hund"),
-        ("", ""),
-    ]
+    found = [pair for chunk in chunks for pair in zip(chunk.source, chunk.target, strict=True)]
+    assert found == [*pairs, ("a dog", "ein Hund"), ("", "")]
     assert max(len(chunk.source) for chunk in chunks) == 10_000
 
 
@@ -315,16 +276,10 @@ def test_files_outside_the_folder_and_addresses(settings: CorpusSettings, tmp_pa
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         address = f"http://127.0.0.1:{server.getsockname()[1]}/train.json"
-        for place in (
-            "../secret.json",
-            "a/../../secret.*",
-            str(tmp_path / "secret.json"),
-            address,
-            "file:///secret.json",
-        ):
-            card = yaml.safe_dump(
-                {"configs": [{"config_name": "default", "data_files": [{"split": "train", "path": place}]}]}
-            )
+        outside = str(tmp_path / "secret.json")
+        for place in ("../secret.json", "a/../../secret.*", outside, address, "file:///secret.json"):
+            files = [{"split": "train", "path": place}]
+            card = yaml.safe_dump({"configs": [{"config_name": "default", "data_files": files}]})
             (folder / page).write_text(f"---\n{card}---\n" if page == "README.md" else card)
             fails(settings, f"other: its card names {place}, outside the folder; put the file into", train=text)
         with pytest.raises(BlockingIOError):

@@ -4,7 +4,6 @@ import errno
 import multiprocessing
 import os
 import signal
-import tempfile
 import time
 from pathlib import Path
 
@@ -15,12 +14,12 @@ from data_module.batching import batch_plan
 from data_module.batching.batch_plan import KEPT_PLANS, EpochPlan, Epochs, shared_plan
 from data_module.corpus.store import open_corpus
 
+pytestmark = pytest.mark.usefixtures("own_plans")
 FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture
-def source(tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Epochs:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def source(tiny_corpus: Path) -> Epochs:
     return Epochs([open_corpus(tiny_corpus, "train")], batch_tokens=400, seed=1)
 
 
@@ -28,17 +27,7 @@ def plan_files(folder: Path) -> set[str]:
     return {path.name for path in folder.glob("**/*.plan")}
 
 
-def test_shared_plans_equal_computed_ones(source: Epochs) -> None:
-    for epoch in (0, 1, 2, 1):
-        shared = source.get(epoch).plan
-        assert np.array_equal(shared.numbers, source.compute(epoch).numbers)
-        assert not shared.numbers.flags.writeable
-
-
-def test_plans_of_other_settings_are_not_reused(
-    tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_plans_of_other_settings_are_not_reused(tiny_corpus: Path) -> None:
     settings = {"batch_tokens": 400, "seed": 1}
     plans = []
     for split, change in (
@@ -54,6 +43,7 @@ def test_plans_of_other_settings_are_not_reused(
         for epoch in (0, 1):
             plans.append(source.get(epoch).plan)
             assert np.array_equal(plans[-1].numbers, source.compute(epoch).numbers)
+            assert not plans[-1].numbers.flags.writeable
     assert len({plan.numbers.tobytes() for plan in plans}) == len(plans)
 
 

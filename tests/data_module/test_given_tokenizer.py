@@ -1,7 +1,6 @@
 """`corpus.tokenizer` takes a vocabulary that is there already, and `corpus.split_digits` spells numbers by digits."""
 
 import io
-import json
 import random
 import shutil
 from dataclasses import replace
@@ -23,7 +22,7 @@ from pipeline.__main__ import main
 from pipeline.config.recipe import load_recipe
 from pipeline.training.doctor import Question, check_fit
 from tests.conftest import pipeline, refusal, sentences, tiny_recipe, train_tokenizer
-from tests.data_module.test_preparation import made, write_pairs
+from tests.data_module.conftest import made, write_pairs
 
 NUMBERS = ["In 1999, 12,345.67 of 1.000 were 3rd.", "30 °C, 24/7, +49 30 1234567, 2024-05-01", "1999 2000 20 1 a1b22c"]
 
@@ -37,17 +36,12 @@ def settings_of(texts: Path, **changes: object) -> CorpusSettings:
     return CorpusSettings(**defaults | changes)
 
 
-def exchanged(settings: CorpusSettings) -> dict[str, list[TextSource]]:
-    return {
-        split: [TextSource(text.target, text.source) for text in getattr(settings, split)]
-        for split in ("train", "validation")
-    }
-
-
 def test_two_directions_have_one_vocabulary(tiny_corpus: Path, tmp_path: Path) -> None:
     settings = settings_of(tiny_corpus.parent)
     learned = shutil.copytree(tiny_corpus, tmp_path / "learned")
-    reverse = replace(settings, folder=str(tmp_path / "reverse"), tokenizer=str(learned), **exchanged(settings))
+    texts = {"train": settings.train, "validation": settings.validation}
+    other_way = {split: [TextSource(text.target, text.source)] for split, [text] in texts.items()}
+    reverse = replace(settings, folder=str(tmp_path / "reverse"), tokenizer=str(learned), **other_way)
     made(reverse)
     for side, other in (("source", "target"), ("target", "source")):
         ours, theirs = (
@@ -72,10 +66,7 @@ def test_two_directions_have_one_vocabulary(tiny_corpus: Path, tmp_path: Path) -
         ({"vocabulary_size": 61}, "corpus.vocabulary_size: 61, but {}/tokenizer.model has 60 pieces; set it to 60"),
         ({"user_symbols": ["<b>"]}, "corpus.user_symbols: <b>: not in {}/tokenizer.model, and a tokenizer cannot grow"),
         ({"lowercase": True}, "corpus.lowercase: {}/tokenizer.model does not lower-case; set it to false, or name"),
-        (
-            {"byte_fallback": True},
-            "corpus.byte_fallback: {}/tokenizer.model has no byte pieces; leave it out, or name another",
-        ),
+        ({"byte_fallback": True}, "corpus.byte_fallback: {}/tokenizer.model has no byte pieces; leave it out, or name"),
         ({"split_digits": True}, "corpus.split_digits: {}/tokenizer.model has pieces of several digits; leave it out"),
     ],
 )
@@ -105,26 +96,25 @@ def model_of(**options: object) -> bytes:
     return model.getvalue()
 
 
+IDS = {"pad_id": 0, "unk_id": 1, "bos_id": 2, "eos_id": 3}
+IDENTITY = {"normalization_rule_name": "identity"}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"pad_id": 0, "unk_id": 1, "bos_id": 2, "eos_id": 3},
-            r"normalizes text \(nmt_nfkc\), which exports would not do",
-        ),
-        ({"normalization_rule_name": "identity"}, r"pad, unk, bos, eos are \(-1, 0, 1, 2\), not \(0, 1, 2, 3\)"),
+        (IDS, r"normalizes text \(nmt_nfkc\), which exports would not do"),
+        (IDENTITY, r"pad, unk, bos, eos are \(-1, 0, 1, 2\), not \(0, 1, 2, 3\)"),
     ],
 )
 def test_models_of_other_programs(tiny_corpus: Path, tmp_path: Path, options: dict[str, object], message: str) -> None:
     model = tmp_path / "other.model"
     model.write_bytes(model_of(**options))
-    settings = settings_of(
-        tiny_corpus.parent, folder=str(tmp_path / "corpus"), tokenizer=str(model), vocabulary_size=15
-    )
+    folder = str(tmp_path / "corpus")
+    settings = settings_of(tiny_corpus.parent, folder=folder, tokenizer=str(model), vocabulary_size=15)
     with pytest.raises(InputError, match=rf"^corpus\.tokenizer: .*other\.model.*{message}"):
         made(settings)
-    ids = {"pad_id": 0, "unk_id": 1, "bos_id": 2, "eos_id": 3}
-    model.write_bytes(model_of(normalization_rule_name="identity", **ids))
+    model.write_bytes(model_of(**IDENTITY, **IDS))
     with pytest.raises(InputError, match=r"^corpus\.bpe_dropout: .*other\.model is no byte-pair encoding"):
         made(replace(settings, bpe_dropout=BpeDropout(0.1)))
     made(settings)
@@ -134,26 +124,12 @@ def test_a_run_to_start_from_has_the_tokenizer_that_is_named(tiny_corpus: Path, 
     own = Tokenizer.load(tiny_corpus / "tokenizer.model")
     other = train_tokenizer(sentences(200, 9), 60)
     settings = settings_of(tiny_corpus.parent, folder=str(tmp_path / "corpus"), tokenizer=str(tiny_corpus))
-    with pytest.raises(
-        InputError, match=r"^corpus\.tokenizer: .* is not the tokenizer of the run to start from; leave"
-    ):
+    with pytest.raises(InputError, match=r"^corpus\.tokenizer: .* is not the tokenizer of the run to start from; le"):
         made(settings, tokenizer=other)
     lacking = replace(settings, tokenizer=None, user_symbols=["<i>"])
     with pytest.raises(InputError, match=r"^corpus\.user_symbols: <i>: not in the tokenizer .* without --init-from$"):
         made(lacking, tokenizer=own)
     made(settings, tokenizer=own)
-
-
-def test_a_corpus_that_has_not_stored_a_newer_key_has_its_default(tiny_corpus: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(tiny_corpus, tmp_path / "corpus")
-    manifest = json.loads((folder / "manifest.json").read_text())
-    for key in ("tokenizer", "split_digits"):
-        del manifest["settings"][key]
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    settings = settings_of(tiny_corpus.parent, folder=str(folder))
-    assert existing_corpus(settings, compare_texts=True) == manifest
-    with pytest.raises(InputError, match=r"corpus\.split_digits was false, now true"):
-        existing_corpus(replace(settings, split_digits=True), compare_texts=False)
 
 
 @pytest.fixture(scope="module")

@@ -12,19 +12,10 @@ from hypothesis import strategies as st
 
 from data_module.corpus.manifest import summary
 from data_module.corpus.pairs import PairFilter, Reason, SeenPairs, hash_pairs, read_pairs
-from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
 from data_module.text_files import _NOT_TEXT
 from tests.conftest import INVISIBLE
-from tests.data_module.test_preparation import assert_adds_up, contents, dropped, made, pairs_of_text, write_pairs
-
-
-@pytest.fixture
-def settings(tmp_path: Path) -> CorpusSettings:
-    """400 training and 20 validation pairs."""
-    train = write_pairs(tmp_path, "train", pairs_of_text(400, 1))
-    validation = write_pairs(tmp_path, "validation", pairs_of_text(20, 2))
-    return CorpusSettings(str(tmp_path / "corpus"), [train], [validation], vocabulary_size=60)
+from tests.data_module.conftest import contents, dropped, made, pairs_of_text, write_pairs
 
 
 @pytest.mark.parametrize(
@@ -71,10 +62,6 @@ def test_test_text_is_compared_and_not_stored(
     manifest = made(replace(compared, drop_overlap=True), force=True)
     assert dropped(manifest["train"]) == {"empty_side": 2, "overlap_with_validation": 2, "overlap_with_test": 4}
     assert "6 training pairs also occur in the test text and were dropped" in caplog.text
-    assert_adds_up(manifest)
-    write_pairs(tmp_path, "test", test)
-    with pytest.raises(InputError, match=rf"{tmp_path}/test\.en has changed"):
-        made(replace(compared, drop_overlap=True))
 
 
 def test_the_summary_adds_up(settings: CorpusSettings, tmp_path: Path) -> None:
@@ -90,8 +77,6 @@ def test_the_summary_adds_up(settings: CorpusSettings, tmp_path: Path) -> None:
     repeated = replace(write_pairs(tmp_path, "one", [("", "the"), *pairs_of_text(5, 9)]), repeat=5)
     again = summary(made(replace(settings, train=[repeated]), force=True))
     assert f"5 empty side ({tmp_path}/one.en:1, and 4 more)" in again
-    read, kept, *parts = (int(number.replace(",", "")) for number in re.findall(r"(?<= )[\d,]+(?= (?!more))", train))
-    assert parts[0] == sum(parts[1:]) == read - kept
 
 
 SPACES = "[ \0\t\r\v\f\x1c\x1d\x1e\x1f\x85\u2028\u2029\u2581]"

@@ -3,11 +3,7 @@ import gc
 import gzip
 import json
 import logging
-import os
-import random
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,63 +11,12 @@ import pytest
 
 from data_module.corpus.builder import learn_tokenizer
 from data_module.corpus.checks import check_text
-from data_module.corpus.manifest import Manifest, PairCounts
-from data_module.corpus.preparation import in_use, prepare
+from data_module.corpus.preparation import existing_corpus, in_use
 from data_module.corpus.store import open_corpus
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
-from data_module.tokenization.tokenizer import Tokenizer
 from tests.conftest import another_user
-
-WORDS = ["the", "a", "red", "blue", "house", "tree", "cat", "sees", "likes", "½", "Straße", "№", "über"]
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def pairs_of_text(count: int, seed: int) -> list[tuple[str, str]]:
-    chooser = random.Random(seed)
-    sources = [" ".join(chooser.choices(WORDS, k=chooser.randint(3, 12))) for _ in range(count)]
-    return [(source, " ".join(reversed(source.split()))) for source in sources]
-
-
-def write_pairs(folder: Path, name: str, pairs: list[tuple[str, str]], **options: object) -> TextSource:
-    for side, column in (("en", 0), ("de", 1)):
-        text = "".join(pair[column] + "\n" for pair in pairs)
-        (folder / f"{name}.{side}").write_bytes(text.encode(errors="surrogateescape"))
-    return TextSource(str(folder / f"{name}.en"), str(folder / f"{name}.de"), **options)
-
-
-@pytest.fixture
-def settings(tmp_path: Path) -> CorpusSettings:
-    train = write_pairs(tmp_path, "train", pairs_of_text(400, 1))
-    validation = write_pairs(tmp_path, "validation", pairs_of_text(20, 2))
-    return CorpusSettings(str(tmp_path / "corpus"), [train], [validation], vocabulary_size=60)
-
-
-def made(settings: CorpusSettings, **options: object) -> Manifest:
-    return prepare(settings, progress=False, **options)
-
-
-def text_of(settings: CorpusSettings, split: str = "train") -> list[tuple[str, str]]:
-    tokenizer = Tokenizer.load(Path(settings.folder) / "tokenizer.model")
-    corpus = open_corpus(Path(settings.folder), split)
-    sides = [
-        tokenizer.decode([store[i].tolist() for i in range(len(store))]) for store in (corpus.source, corpus.target)
-    ]
-    return list(zip(*sides, strict=True))
-
-
-def contents(folder: str | Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-
-
-def dropped(account: PairCounts) -> dict[str, int]:
-    return {reason: entry["pairs"] for reason, entry in account["pairs_dropped"].items() if entry["pairs"]}
-
-
-def assert_adds_up(manifest: Manifest) -> None:
-    for split in ("train", "validation"):
-        account = manifest[split]
-        assert account["pairs_read"] == account["pairs_kept"] + sum(dropped(account).values())
+from tests.data_module.conftest import contents, dropped, made, pairs_of_text, start_preparing, text_of, write_pairs
 
 
 def test_the_corpus_contains_the_text_in_order(settings: CorpusSettings) -> None:
@@ -95,29 +40,28 @@ def test_validation_text_has_one_line_per_pair(settings: CorpusSettings, tmp_pat
     assert (folder / "validation.target.txt").read_bytes() == b"x y\nz\n"
 
 
-def test_same_inputs_give_the_same_bytes(settings: CorpusSettings, tmp_path: Path) -> None:
-    made(settings)
-    other = replace(settings, folder=str(tmp_path / "some" / "where" / "else"))
-    made(other)
-    assert contents(settings.folder) == contents(other.folder)
-    assert {"manifest.json", "tokenizer.model", "train.source.tokens.npy"} < contents(other.folder).keys()
-
-
 def test_preparing_again_does_nothing(settings: CorpusSettings, caplog: pytest.LogCaptureFixture) -> None:
-    Path(settings.folder).mkdir()  # An empty folder is used.
+    folder = Path(settings.folder)
+    folder.mkdir()  # An empty folder is used.
     manifest = made(settings)
-    before = {path: path.stat().st_mtime_ns for path in Path(settings.folder).iterdir()}
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     with caplog.at_level(logging.INFO):
         assert made(settings) == manifest
     assert "up to date" in caplog.text
-    assert before == {path: path.stat().st_mtime_ns for path in Path(settings.folder).iterdir()}
+    # As if it had been killed between the renames of --force.
+    folder.rename(folder.with_name(".corpus.replaced"))
+    assert made(settings) == manifest
+    assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert not folder.with_name(".corpus.replaced").exists()
 
 
 def test_a_change_is_named_and_force_rebuilds(settings: CorpusSettings, tmp_path: Path) -> None:
-    made(settings)
-    before = contents(settings.folder)
-    changed = replace(settings, max_tokens=200, vocabulary_size=50)
+    manifest, before = made(settings), contents(settings.folder)
     write_pairs(tmp_path, "train", pairs_of_text(401, 1))
+    # Text is read only if asked for.
+    assert existing_corpus(settings, compare_texts=False) == manifest
+    assert existing_corpus(replace(settings, folder="elsewhere"), compare_texts=True) is None
+    changed = replace(settings, max_tokens=200, vocabulary_size=50)
     with pytest.raises(InputError) as caught:
         made(changed)
     message = str(caught.value)
@@ -147,9 +91,6 @@ def test_sources_are_concatenated_gz_tsv_and_repeat(settings: CorpusSettings, tm
     expected = plain + zipped * 3 + tabbed * 2 + plain
     assert text_of(settings) == text_of(settings, "validation") == expected
     assert manifest["train"]["pairs_read"] == len(expected)
-    assert_adds_up(manifest)
-    lines = [(Path(settings.folder) / f"validation.{side}.txt").read_text("utf-8") for side in ("source", "target")]
-    assert list(zip(*(side.splitlines() for side in lines), strict=True)) == expected
 
 
 def test_long_validation_pairs_are_named(settings: CorpusSettings, caplog: pytest.LogCaptureFixture) -> None:
@@ -182,13 +123,6 @@ def test_a_sample_has_the_given_size_without_repetitions(
             learn_tokenizer(wanted, check_text(wanted), progress=False)
 
 
-def test_the_tokenizer_counts_a_repeated_source_repeatedly(settings: CorpusSettings, tmp_path: Path) -> None:
-    once = write_pairs(tmp_path, "once", [("ab", "ab")] * 10)
-    often = write_pairs(tmp_path, "often", [("cd", "cd")] * 4)
-    made(replace(settings, train=[once, replace(often, repeat=5)], validation=[once], vocabulary_size=10))
-    assert "cd" in Tokenizer.load(Path(settings.folder) / "tokenizer.model").pieces()
-
-
 def test_text_of_many_chunks(settings: CorpusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The size of chunks does not change the corpus or line numbers."""
     # A byte order mark is removed only from a file's first line.
@@ -211,13 +145,6 @@ def test_text_of_many_chunks(settings: CorpusSettings, tmp_path: Path, monkeypat
     ]
 
 
-def test_characters_outside_the_sample_are_known(settings: CorpusSettings, tmp_path: Path) -> None:
-    rare = [*pairs_of_text(300, 4), ("rare 中", "语 rare"), *pairs_of_text(300, 5)]
-    sampled = replace(settings, train=[write_pairs(tmp_path, "rare", rare)], tokenizer_sentences=4)
-    made(replace(sampled, vocabulary_size=40))
-    assert text_of(sampled)[300] == ("rare 中", "语 rare")
-
-
 def test_a_symbol_of_many_characters_is_one_token(settings: CorpusSettings, tmp_path: Path) -> None:
     """Whether a sentence is too long does not depend on its characters."""
     long = [("a" * 600, "the"), ("a" * 600 * 20, "the")]
@@ -225,17 +152,6 @@ def test_a_symbol_of_many_characters_is_one_token(settings: CorpusSettings, tmp_
     wanted = replace(settings, validation=validation, user_symbols=["<b>", "a" * 600], max_tokens=25)
     made(wanted)
     assert text_of(wanted, "validation") == long
-
-
-def _start(settings: CorpusSettings, before: str) -> subprocess.Popen[str]:
-    code = (
-        "import sys, time, data_module.corpus.builder as builder\n"
-        "from data_module.corpus.preparation import prepare\n"
-        "from data_module.settings import BpeDropout, CorpusSettings, NoiseSettings, TextSource\n"
-        f"settings = {settings!r}\n{before}\nprepare(settings, progress=False)\nprint('done', flush=True)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
 
 
 PAUSE_BEFORE_MANIFEST = """
@@ -249,7 +165,7 @@ builder.write_manifest = pause
 
 
 def test_killed_and_run_again(settings: CorpusSettings, tmp_path: Path) -> None:
-    process = _start(settings, PAUSE_BEFORE_MANIFEST.replace("PAUSE", "100"))
+    process = start_preparing(settings, PAUSE_BEFORE_MANIFEST.replace("PAUSE", "100"))
     assert process.stdout is not None
     assert process.stdout.readline() == "half-way\n"
     process.send_signal(signal.SIGKILL)
@@ -261,21 +177,11 @@ def test_killed_and_run_again(settings: CorpusSettings, tmp_path: Path) -> None:
     assert not (tmp_path / ".corpus.partial").exists()
 
 
-def test_killed_between_the_renames_of_force_keeps_the_old_corpus(settings: CorpusSettings) -> None:
-    manifest = made(settings)
-    folder = Path(settings.folder)
-    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    folder.rename(folder.with_name(".corpus.replaced"))
-    assert made(settings) == manifest
-    assert before == {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert not folder.with_name(".corpus.replaced").exists()
-
-
 def test_of_two_concurrent_processes_one_writes_and_the_other_reads(settings: CorpusSettings) -> None:
-    first = _start(settings, PAUSE_BEFORE_MANIFEST.replace("PAUSE", "2"))
+    first = start_preparing(settings, PAUSE_BEFORE_MANIFEST.replace("PAUSE", "2"))
     assert first.stdout is not None
     assert first.stdout.readline() == "half-way\n"
-    second = _start(settings, "builder.write_manifest = None")
+    second = start_preparing(settings, "builder.write_manifest = None")
     assert first.communicate()[0] == second.communicate()[0] == "done\n"
     assert text_of(settings) == pairs_of_text(400, 1)
 

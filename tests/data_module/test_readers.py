@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from data_module.corpus.checks import TextChecker
-from data_module.corpus.manifest import Manifest
 from data_module.corpus.pairs import all_available, open_reader, read_pairs
-from data_module.corpus.preparation import prepare
 from data_module.corpus.readers import READERS, Reader, as_lines
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
@@ -17,6 +15,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.training.doctor import Findings
 from pipeline.training.recipe_checks import check_text
 from pipeline.training.train import ensure_corpus
+from tests.data_module.conftest import made
 
 
 class Rows(Reader):
@@ -33,10 +32,6 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CorpusSettings:
     (tmp_path / "rows.json").write_text(json.dumps([[["a b c\n", "d e\n"], ["c b a\n", "e d\n"]], [[], []]]))
     text = TextSource(reader="rows", path=str(tmp_path / "rows.json"))
     return CorpusSettings(str(tmp_path / "corpus"), [text], [text], vocabulary_size=14)
-
-
-def made(settings: CorpusSettings) -> Manifest:
-    return prepare(settings, progress=False)
 
 
 def test_a_registered_reader_is_prepared_and_compared(settings: CorpusSettings, tmp_path: Path) -> None:

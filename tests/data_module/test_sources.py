@@ -14,7 +14,7 @@ from data_module.corpus.store import open_corpus
 from data_module.errors import InputError
 from data_module.settings import BatchSettings, CorpusSettings, TextSource
 from data_module.translation_data_module import TranslationDataModule
-from tests.data_module.test_preparation import dropped, made, pairs_of_text, text_of, write_pairs
+from tests.data_module.conftest import dropped, made, pairs_of_text, text_of, write_pairs
 
 # Of the text's letters, and none of its words.
 DE, FR = "bede", "lelu"
@@ -67,9 +67,7 @@ def test_the_record_counts_kept_pairs_of_one_copy(settings: CorpusSettings, tmp_
         {"name": "more", "pairs": 9, "repeat": 1},
     ]
     assert [(one["pairs"], one["repeat"]) for one in manifest["validation"]["sources"]] == [(20, 2), (10, 1)]
-    for split in ("train", "validation"):
-        sources = manifest[split]["sources"]
-        assert sum(one["pairs"] * one["repeat"] for one in sources) == len(open_corpus(Path(settings.folder), split))
+    assert len(open_corpus(Path(settings.folder), "train")) == 50 * 3 + 9
 
 
 def test_an_empty_source_sentence_stays_empty(settings: CorpusSettings, tmp_path: Path) -> None:
@@ -90,11 +88,6 @@ def test_the_prefix_counts_in_max_tokens(settings: CorpusSettings) -> None:
     assert "too_long" not in dropped(fits)
     account = made(replace(settings, max_tokens=longest), force=True)["train"]
     assert dropped(account)["too_long"] > 0
-
-
-def test_the_vocabulary_does_not_depend_on_prefixes(settings: CorpusSettings) -> None:
-    plain = replace(settings, train=[replace(text, prefix=None) for text in settings.train])
-    assert made(plain)["tokenizer"] == made(settings, force=True)["tokenizer"]
 
 
 def test_duplicates_and_overlap_are_compared_with_the_prefix(settings: CorpusSettings, tmp_path: Path) -> None:
@@ -192,7 +185,7 @@ def test_names() -> None:
         TextSource(tsv="b/talks v2.tsv"),
         TextSource("a.en", "a.de", prefix=">>de<<"),
         TextSource("b.en", "b.de", prefix=">>de<<"),
-        TextSource("a.en", "a.fr", prefix=">>fr<<", name="french"),
+        TextSource("a.en", "a.fr", prefix=">>fr<<", name="é-1.2_x"),
         TextSource("de.en", "de.de"),
         TextSource("de_2.en", "de_2.de"),
         TextSource(dataset="wmt/wmt14", subset="de-en", split="validation"),
@@ -203,17 +196,10 @@ def test_names() -> None:
         TextSource(".gz", "e.it"),
     ]
     assert source_names(texts) == [
-        *("news", "news_2", "talks_v2", "de", "de", "french", "de_2", "de_2_2", "wmt14_de-en", "mine", "lines"),
+        *("news", "news_2", "talks_v2", "de", "de", "é-1.2_x", "de_2", "de_2_2", "wmt14_de-en", "mine", "lines"),
         *("2pt_BR", "d", "text"),
     ]
     assert source_names([]) == []
-
-
-@pytest.mark.parametrize("name", ["", "a b", "a/b", "a\n", "é:"])
-def test_a_name_has_to_fit_in_a_tag(name: str) -> None:
-    with pytest.raises(ValueError, match=r"`name` of a text source is .*; use letters"):
-        TextSource("a", "b", name=name)
-    assert TextSource("a", "b", name="é-1.2_x").name == "é-1.2_x"
 
 
 def test_a_prefix_and_a_name_are_part_of_the_corpus(settings: CorpusSettings) -> None:

@@ -1,13 +1,12 @@
-"""Variants of the training text: the same pairs in other ids, and the same bytes whoever writes them."""
+"""Variants of the training text, the same bytes whoever writes them, and weights: which pairs an epoch has."""
 
 import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 from data_module.batching.batch import SpecialIds
+from data_module.batching.batch_plan import Epoch, epoch_pairs, fewest_pairs
 from data_module.batching.stateful_loader import StatefulLoader
 from data_module.corpus import variants
 from data_module.corpus.preparation import prepare
@@ -26,8 +26,8 @@ from data_module.errors import InputError
 from data_module.settings import BatchSettings, BpeDropout, CorpusSettings, NoiseSettings, TextSource
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
-from tests.conftest import ROOT, train_tokenizer
-from tests.data_module.test_preparation import contents, pairs_of_text, write_pairs
+from tests.conftest import train_tokenizer
+from tests.data_module.conftest import contents, pairs_of_text, start_preparing, write_pairs
 
 DROPOUT = BpeDropout(source=0.3, target=0.3)
 SPECIAL = SpecialIds(pad=0, bos=2, eos=3)
@@ -191,16 +191,7 @@ def test_symbols_stay_whole(settings: CorpusSettings, tmp_path: Path) -> None:
         assert all(sentence.endswith(" Tag<b>") and sentence[:-7].isupper() for sentence in side)
 
 
-def start(settings: CorpusSettings) -> "subprocess.Popen[str]":
-    code = (
-        "from data_module.corpus import variants\n"
-        "from data_module.corpus.preparation import prepare\n"
-        "from data_module.settings import BpeDropout, CorpusSettings, NoiseSettings, TextSource\n"
-        f"variants.CHUNK_PAIRS = {CHUNK_PAIRS}\nvariants.num_processors = lambda: 2\n"
-        f"prepare({settings!r}, progress=False)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", code], env=environment)
+SMALL_CHUNKS = f"variants.CHUNK_PAIRS = {CHUNK_PAIRS}\nvariants.num_processors = lambda: 2"
 
 
 def noisy(settings: CorpusSettings, folder: Path) -> CorpusSettings:
@@ -211,20 +202,14 @@ def noisy(settings: CorpusSettings, folder: Path) -> CorpusSettings:
 def test_any_number_of_processes_write_the_same_bytes(
     settings: CorpusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And chunks of any size in which the text is read."""
     written = []
     for number in (1, 2, 3):
+        monkeypatch.setattr("data_module.corpus.readers.CHUNK_BYTES", 200 if number == 3 else 2**20)
         monkeypatch.setattr(variants, "num_processors", lambda number=number: number)
         prepare(noisy(settings, tmp_path / str(number)), progress=False)
         written.append(contents(tmp_path / str(number)))
     assert written[0] == written[1] == written[2]
-
-
-def test_text_that_is_read_in_other_chunks_gives_the_same_bytes(
-    settings: CorpusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("data_module.corpus.readers.CHUNK_BYTES", 200)
-    made(settings, tmp_path / "corpus")
-    assert contents(tmp_path / "corpus") == contents(Path(settings.folder))
 
 
 def test_another_seed_draws_other_numbers(settings: CorpusSettings, tmp_path: Path) -> None:
@@ -240,21 +225,20 @@ def test_killed_at_random_moments(settings: CorpusSettings, tmp_path: Path) -> N
     """The same bytes in the end, no half corpus before, and no process that goes on."""
     whole, killed = noisy(settings, tmp_path / "whole"), noisy(settings, tmp_path / "killed")
     began = time.monotonic()
-    assert start(whole).wait(120) == 0
+    assert start_preparing(whole, SMALL_CHUNKS).communicate(timeout=120)[0] == "done\n"
     duration, moments, kills = time.monotonic() - began, random.Random(1), 0
     for _ in range(10):
-        process = start(killed)
-        with_workers = moments.random() < 0.7
-        time.sleep(duration * (moments.uniform(0.6, 1.0) if with_workers else moments.uniform(0.0, 0.6)))
-        kills += process.poll() is None
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        with start_preparing(killed, SMALL_CHUNKS) as process:
+            with_workers = moments.random() < 0.7
+            time.sleep(duration * (moments.uniform(0.6, 1.0) if with_workers else moments.uniform(0.0, 0.6)))
+            kills += process.poll() is None
+            process.send_signal(signal.SIGKILL)
         folder = Path(killed.folder)
         if folder.exists():
             assert contents(folder) == contents(Path(whole.folder))
             shutil.rmtree(folder)
     assert kills >= 5
-    assert start(killed).wait(120) == 0
+    assert start_preparing(killed, SMALL_CHUNKS).communicate(timeout=120)[0] == "done\n"
     assert contents(Path(whole.folder)) == contents(Path(killed.folder))
     assert sorted(path.name for path in tmp_path.iterdir() if "partial" in path.name) == []
 
@@ -282,8 +266,6 @@ def test_refusals(settings: CorpusSettings, tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=message):
             made(settings, tmp_path / "refused", **change)
-    with pytest.raises(ValueError, match=r"corpus\.bpe_dropout\.target 1 is not from 0 to below 1"):
-        BpeDropout(target=1)
     assert not (tmp_path / "refused").exists()
 
 
@@ -300,10 +282,9 @@ def batches(settings: CorpusSettings, rank: int, world_size: int, workers: int =
 
 
 def test_a_corpus_that_is_replaced_or_removed_leaves_a_running_training_alone(
-    settings: CorpusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: CorpusSettings, tmp_path: Path
 ) -> None:
     """Also the variants that it has not come to."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     copy = replace(settings, folder=str(tmp_path / "corpus"))
     shutil.copytree(settings.folder, copy.folder)
     data = module(copy)
@@ -313,17 +294,21 @@ def test_a_corpus_that_is_replaced_or_removed_leaves_a_running_training_alone(
         assert variant.target[3].tolist() == kept.target[3].tolist()
 
 
-def test_epochs_take_variants_in_turn(
-    settings: CorpusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def order_of(epoch: Epoch) -> np.ndarray:
+    """Return the pairs of an epoch's batches in order."""
+    return np.concatenate([epoch.plan[i] for i in range(len(epoch.plan))])
+
+
+@pytest.mark.usefixtures("own_plans")
+def test_epochs_take_variants_in_turn(settings: CorpusSettings) -> None:
     data, opened = module(settings), open_variants(Path(settings.folder))
     orders = []
     for number in range(5):
-        corpus, plan = data.epochs().get(number)
+        epoch = data.epochs().get(number)
+        corpus, plan = epoch
         assert corpus.identity == opened[number % 3].identity
         assert np.array_equal(plan.numbers, data.epochs().compute(number).numbers)
-        orders.append(np.concatenate([plan[i] for i in range(len(plan))]))
+        orders.append(order_of(epoch))
         tokens = sum(int(corpus.target.lengths[plan[i]].sum()) + len(plan[i]) for i in range(len(plan)))
         assert tokens == sum(plan.target_tokens(i) for i in range(len(plan)))
         assert sorted(orders[-1]) == list(range(len(corpus)))
@@ -337,11 +322,11 @@ def test_lengths_are_those_of_all_variants(settings: CorpusSettings) -> None:
     assert data._mean_lengths == pytest.approx([1 + one / 600 for one in tokens])
 
 
+@pytest.mark.usefixtures("own_plans")
 def test_resumed_within_and_across_epochs(
     settings: CorpusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With worker processes, from another temporary folder as on another node, and on another number of ranks."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     total = 160
     expected = list(islice(batches(settings, 0, 1), total))
     assert {batch.epoch for batch in expected} >= {0, 1, 2, 3}
@@ -356,3 +341,71 @@ def test_resumed_within_and_across_epochs(
         for batch, other in zip(islice(resumed, total - stop), expected[stop:], strict=True):
             assert batch.pairs.tolist() == other.pairs.tolist()
             assert torch.equal(batch.numbers, other.numbers)
+
+
+def weighted(settings: CorpusSettings, first: float, second: float) -> CorpusSettings:
+    return replace(
+        settings, train=[replace(settings.train[0], weight=first), replace(settings.train[1], weight=second)]
+    )
+
+
+@pytest.mark.parametrize(("weights", "copies"), [((2.0, 1.0), (2, 1)), ((2.5, 0.25), (2, 0)), ((0.5, 3.0), (0, 3))])
+def test_an_epoch_has_copies_by_weight(weights: tuple[float, float], copies: tuple[int, int]) -> None:
+    sizes = (200, 400)
+    first, again, later = (epoch_pairs(sizes, weights, seed=1, epoch=epoch) for epoch in (0, 0, 1))
+    assert first is not None
+    assert np.array_equal(first, again)
+    assert list(first) == sorted(first)
+    times = Counter(first.tolist())
+    for start, size, weight, least in zip((0, 200), sizes, weights, copies, strict=True):
+        counts = [times[pair] for pair in range(start, start + size)]
+        assert sum(counts) == weight * size
+        assert set(counts) <= {least, least + 1}
+    if any(weight % 1 for weight in weights):
+        assert not np.array_equal(first, later)
+
+
+def test_a_sample_that_is_not_whole_is_right_on_average() -> None:
+    sizes, weights = (3, 10, 1), (0.1, 2.3, 2.5)
+    epochs = [epoch_pairs(sizes, weights, seed=1, epoch=epoch) for epoch in range(400)]
+    times = np.array([np.bincount(pairs, minlength=14) for pairs in epochs if pairs is not None])
+    assert set(times[:, :3].sum(1)) == {0, 1}
+    assert 90 <= times[:, :3].sum() <= 150  # 0.3 of a pair an epoch
+    assert set(times[:, 3:13].sum(1)) == {23}
+    assert set(times[:, 13]) == {2, 3}
+    assert fewest_pairs(sizes, weights) == 0 + 23 + 2
+    assert min(len(pairs) for pairs in epochs if pairs is not None) == 25
+
+
+def test_weights_that_leave_no_pairs_are_refused(settings: CorpusSettings) -> None:
+    with pytest.raises(InputError, match=r"corpus\.train: an epoch may have no pairs with these weights; raise one"):
+        module(weighted(settings, 0.001, 0.001))
+
+
+@pytest.mark.usefixtures("own_plans")
+def test_mean_lengths_are_those_of_an_epoch_by_weight(settings: CorpusSettings) -> None:
+    data = module(weighted(settings, 0.1, 9))
+    epochs = [data.epochs().get(number) for number in (0, 1)]
+    for side, mean in zip(("source", "target"), data._mean_lengths, strict=True):
+        lengths = np.concatenate([getattr(one.corpus, side).lengths[order_of(one)] for one in epochs])
+        assert mean == pytest.approx(1 + lengths.mean(), rel=0.01)
+
+
+def test_equal_weights_change_nothing() -> None:
+    assert epoch_pairs((3, 4), (1.0, 1.0), seed=1, epoch=0) is None
+    assert epoch_pairs((), (), seed=1, epoch=0) is None
+
+
+@pytest.mark.usefixtures("own_plans")
+def test_each_epoch_has_sources_by_weight(settings: CorpusSettings) -> None:
+    data, samples = module(weighted(settings, 0.5, 2)), []
+    first, second = (text(source) for source in settings.train)
+    for number in range(3):
+        epoch = data.epochs().get(number)
+        text_of, order = decoded(epoch.corpus), order_of(epoch).tolist()
+        seen = Counter(text_of[i] for i in order)
+        assert sum(seen.values()) == 150 + 2 * 3 * 100
+        assert sum(seen[pair] for pair in set(second)) == 600
+        assert sum(seen[pair] for pair in set(first) - set(second)) == 150
+        samples.append({i for i in order if i < 300})
+    assert samples[0] != samples[1] != samples[2]

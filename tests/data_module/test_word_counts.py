@@ -14,7 +14,7 @@ from data_module.corpus.preparation import prepare
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, NoiseSettings, TextSource
 from data_module.tokenization.training import WordCounts
-from tests.data_module.test_preparation import write_pairs
+from tests.data_module.conftest import write_pairs
 
 LIMIT = "data_module.tokenization.training._MAX_COUNTED_WORDS"
 
@@ -191,23 +191,6 @@ def test_memory_is_bounded_by_an_even_sample_of_lines_in_any_order(
         shuffled = chooser.sample(lines, len(lines))
         for other, size in ((backwards, 1), (shuffled, 7), (sorted(lines), len(lines))):
             assert counted(other, size) == first
-
-
-def test_text_without_spaces_in_another_order_gives_the_same_vocabulary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has more distinct words than are counted, each of them once."""
-    chooser = random.Random(1)
-    syllables = [chr(0x4E00 + number) + chr(0x5E00 + number) for number in range(100)]
-    pairs = [tuple("".join(chooser.choices(syllables, k=6)) for _ in range(2)) for _ in range(2000)]
-    monkeypatch.setattr(LIMIT, 1000)
-    models = []
-    for text in (pairs, pairs[::-1]):
-        settings = settings_of(tmp_path, [write_pairs(tmp_path, "train", text)], vocabulary_size=400)  # type: ignore[arg-type]
-        check_vocabulary_size(settings, check_text(settings))
-        models.append(learn_tokenizer(settings, check_text(settings), progress=False))
-    assert models[0].model == models[1].model
-    assert set(syllables) <= {piece.strip("\u2581") for piece in models[0].pieces()}
 
 
 def test_a_sentence_of_any_length_without_spaces_counts(tmp_path: Path) -> None:
