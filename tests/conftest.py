@@ -180,19 +180,12 @@ def program(code: str, *arguments: object, **environment: str) -> subprocess.Com
 def _forked(
     module: str, words: list[str], given: bytes | None, environment: dict[str, str], cwd: Path | None = None
 ) -> subprocess.CompletedProcess:
-    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-        stdin.write(given or b"")
-        stdin.seek(0)
-        process = ForkServer.shared().start(
-            module, words, environment=environment, cwd=cwd, stdin=stdin, stdout=stdout, stderr=stderr
-        )
-        try:
-            process.wait(300)
-        finally:
-            process.kill()
-        stdout.seek(0)
-        stderr.seek(0)
-        return subprocess.CompletedProcess(process.args, process.wait(), stdout.read(), stderr.read())
+    process = ForkServer.shared().start(module, words, environment=environment, cwd=cwd, given=given or b"")
+    try:
+        output = process.communicate(300)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.wait(), *output)
 
 
 def run_here(*arguments: object, code: int = 0) -> tuple[str, str]:

@@ -3,14 +3,14 @@
 `python -m pipeline ...` needs four seconds of CPU time for these imports, and the tests run it hundreds of times. A
 fork is a normal process, with its own exit code, output, signals and children. It has imported nothing of the project.
 
-    process = ForkServer.shared().start("pipeline", ["fit", ...], stdout=..., stderr=...)
+    process = ForkServer.shared().start("pipeline", ["fit", ...], environment=..., stderr=...)
 
 Run as a script, this file is the server. It is single-threaded, which makes forking safe.
 """
 
-import array
 import atexit
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import IO, TypedDict
 
@@ -35,66 +36,43 @@ class Request(TypedDict):
 
 
 class ForkedProcess:
-    """The part of `subprocess.Popen` that the tests use."""
+    """The part of `subprocess.Popen` that the tests use. Output is written to files, so that no process waits."""
 
-    def __init__(self, connection: socket.socket, args: list[str], pipes: list[int | None]) -> None:
+    def __init__(self, connection: socket.socket, args: list[str], output: list[IO[bytes]]) -> None:
         self.args = args
         self.returncode: int | None = None
         self._connection = connection
-        self.pid = int(self._answer())
-        self.stdin, self.stdout, self.stderr = (
-            None if pipe is None else os.fdopen(pipe, mode)
-            for pipe, mode in zip(pipes, ("wb", "rb", "rb"), strict=True)
-        )
-
-    def _answer(self) -> str:
-        """Read one line from the server, byte by byte: the bytes after it belong to a later answer."""
-        line = b""
-        while not line.endswith(b"\n"):
-            byte = self._connection.recv(1)
-            if not byte:
-                raise RuntimeError("the fork server has ended")
-            line += byte
-        return line.decode()
+        self._answers = connection.makefile("rb", buffering=0)
+        self._files = output
+        self._output = [b"" for _ in output]
+        self.pid = int(self._answers.readline())
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal; None while the process runs."""
-        return self._wait(0.0)
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the process to end; raises `subprocess.TimeoutExpired`."""
-        code = self._wait(timeout)
-        if code is None:
-            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-        return code
-
-    def _wait(self, timeout: float | None) -> int | None:
         if self.returncode is None:
-            self._connection.settimeout(None)
             with selectors.DefaultSelector() as selector:
                 selector.register(self._connection, selectors.EVENT_READ)
-                if selector.select(timeout):
-                    self.returncode = int(self._answer())
-                    self._connection.close()
+                if not selector.select(timeout):
+                    raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            self.returncode = int(self._answers.readline())
+            self._answers.close()
+            self._connection.close()
+            for number, file in enumerate(self._files):
+                with file:
+                    file.seek(0)
+                    self._output[number] = file.read()
         return self.returncode
 
-    def communicate(self, timeout: float | None = None) -> tuple[bytes | None, bytes | None]:
-        """Read standard output and error until they end, and wait; raises `subprocess.TimeoutExpired`."""
-        output: list[bytes | None] = [None, None]
-
-        def read(number: int, pipe: IO[bytes]) -> None:
-            output[number] = pipe.read()
-
-        pipes = [(number, pipe) for number, pipe in enumerate((self.stdout, self.stderr)) if pipe is not None]
-        readers = [threading.Thread(target=read, args=one, daemon=True) for one in pipes]
-        for reader in readers:
-            reader.start()
+    def communicate(self, timeout: float | None = None) -> tuple[bytes, bytes]:
+        """Wait, and return standard output and error; raises `subprocess.TimeoutExpired`."""
         self.wait(timeout)
-        for reader in readers:
-            reader.join()
-        for _, pipe in pipes:
-            pipe.close()
-        return output[0], output[1]
+        return self._output[0], self._output[1]
 
     def send_signal(self, signum: int) -> None:
         if self.poll() is None:
@@ -110,15 +88,13 @@ class ForkedProcess:
 class ForkServer:
     """Starts the server and sends requests to it."""
 
-    _shared: "ForkServer | None" = None
-
     @classmethod
+    @cache
     def shared(cls) -> "ForkServer":
         """Return the server of this test process; the first call starts it."""
-        if cls._shared is None:
-            cls._shared = cls()
-            atexit.register(cls._shared.close)
-        return cls._shared
+        server = cls()
+        atexit.register(server.close)
+        return server
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="fork-server-")
@@ -139,38 +115,22 @@ class ForkServer:
         *,
         environment: dict[str, str],
         cwd: Path | None = None,
-        stdin: int | IO[bytes] | None = None,
-        stdout: int | IO[bytes] | None = None,
+        given: bytes = b"",
         stderr: int | IO[bytes] | None = None,
     ) -> ForkedProcess:
-        """Start `python -m module arguments`; streams are given as for `subprocess.Popen`."""
-        theirs, ours, to_close = [], [], []
-        for number, stream in enumerate((stdin, stdout, stderr)):
-            pipe = None
-            if stream == subprocess.PIPE:
-                reader, writer = os.pipe()
-                stream, pipe = (reader, writer) if number == 0 else (writer, reader)
-                to_close.append(stream)
-            elif stream == subprocess.DEVNULL:
-                stream = os.open(os.devnull, os.O_RDWR)
-                to_close.append(stream)
-            elif stream is None:
-                stream = number
-            elif not isinstance(stream, int):
-                stream = stream.fileno()
-            theirs.append(stream)
-            ours.append(pipe)
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.connect(self._address)
+        """Start `python -m module arguments`, with `given` as standard input and, if it is a file, `stderr`."""
+        output = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115, `wait` closes them
+        errors = output[1] if stderr is None or isinstance(stderr, int) else stderr
         request = Request(module=module, arguments=arguments, environment=environment, cwd=str(cwd or Path.cwd()))
         data = json.dumps(request).encode() + b"\n"
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", theirs))]
-        sent = connection.sendmsg([data], ancillary)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.connect(self._address)
+        with tempfile.TemporaryFile() as stdin:
+            stdin.write(given)
+            stdin.seek(0)
+            sent = socket.send_fds(connection, [data], [stdin.fileno(), output[0].fileno(), errors.fileno()])
         connection.sendall(data[sent:])
-        process = ForkedProcess(connection, [sys.executable, "-m", module, *arguments], ours)
-        for stream in to_close:
-            os.close(stream)
-        return process
+        return ForkedProcess(connection, [sys.executable, "-m", module, *arguments], output)
 
     def close(self) -> None:
         self._process.terminate()
@@ -180,15 +140,8 @@ class ForkServer:
 
 def serve(address: str) -> Request:
     """Fork for each request. Returns in the forked process only, with the request."""
-    import lightning.pytorch
-    import sacrebleu
-    import sentencepiece
-    import torch.utils.tensorboard
-
-    assert lightning.pytorch
-    assert sacrebleu
-    assert sentencepiece
-    assert torch.utils.tensorboard
+    for name in ("lightning.pytorch", "sacrebleu", "sentencepiece", "torch.utils.tensorboard"):
+        importlib.import_module(name)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(address + ".new")
     listener.listen(64)
