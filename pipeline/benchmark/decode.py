@@ -42,8 +42,7 @@ class Round(NamedTuple):
 def run(checkpoint: Path, options: SearchOptions, sentences: list[str]) -> PlainValues:
     """Measure the rounds; print a table and return the figures.
 
-    Raises:
-        InputError: the checkpoint cannot be read, or an option is out of bounds.
+    Raises InputError if the checkpoint cannot be read, or an option is out of bounds.
     """
     translator = load_translator(checkpoint)
     translate = timed_translate(translator, options)

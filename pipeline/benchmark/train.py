@@ -82,8 +82,7 @@ class Training(NamedTuple):
 def prepare(recipe: Recipe) -> Training:
     """Build network, data and options to train the recipe on one device; prepare the corpus if it is missing.
 
-    Raises:
-        InputError: a setting does not fit this machine or the corpus.
+    Raises InputError if a setting does not fit this machine or the corpus.
     """
     quiet_lightning()
     options, precision = one_device(recipe.trainer)
@@ -122,8 +121,7 @@ def one_device(trainer: TrainerOptions) -> tuple[TrainerOptions, Precision]:
 
     Of the recipe's `trainer:`, only options that affect speed are kept.
 
-    Raises:
-        InputError: the device or the precision is not available here.
+    Raises InputError if the device or the precision is not available here.
     """
     names = ("accelerator", "precision", "deterministic")
     kept = {key: trainer[key] for key in names if key in trainer}
@@ -146,13 +144,7 @@ class SideBySide:
     """
 
     def __init__(self, others: Mapping[str, Other], steps: int, precision: Precision) -> None:
-        """Measure at least `steps` steps of each network.
-
-        Args:
-            others: trainings that take turns with ours, by name.
-            steps: number of timed steps, rounded up to whole rounds.
-            precision: device and type that the networks train with.
-        """
+        """Measure `steps` steps of each network, rounded up to whole rounds."""
         self.step_seconds: dict[str, list[float]] = {name: [] for name in (OURS, *others)}
         """Seconds of a step in each timed round, by network."""
         self.token_rates: dict[str, list[float]] = {name: [] for name in (OURS, *others)}
@@ -261,9 +253,7 @@ def kept_bytes(network: nn.Module, optimizer: Optimizer) -> int:
 def figures_of(comparison: SideBySide, flops: float) -> PlainValues:
     """Return our figures, the ratios and, under `baselines`, each other's figures, in seconds, bytes and FLOP/s.
 
-    Args:
-        comparison: the measurements.
-        flops: FLOPs of the network per target token.
+    `flops` are those of the network per target token.
     """
     product_rate = median(comparison.product_rates)
 

@@ -35,12 +35,7 @@ class HostCopy:
         return self._memory.nbytes
 
     def reserve(self, size: int, processes: int) -> None:
-        """Release the reserved memory, and reserve `size` bytes if there is room.
-
-        Args:
-            size: bytes.
-            processes: how many processes share the node's memory; see `host_memory_limit`.
-        """
+        """Release the reserved memory, and reserve `size` bytes if there is room; `processes` share the node's."""
         self.release()
         self._processes = processes
         if not can_measure_peak():

@@ -83,8 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 def checked_recipe(arguments: argparse.Namespace) -> Recipe:
     """Return the recipe whose training is to be measured.
 
-    Raises:
-        InputError: a mistake in the recipe, the overrides or the number of steps.
+    Raises InputError for a mistake in the recipe, the overrides or the number of steps.
     """
     recipe = load_recipe(arguments.config, arguments.overrides)
     if arguments.steps < 1:
@@ -106,8 +105,7 @@ def quiet_profiler() -> None:
 def checked_sentences(arguments: argparse.Namespace) -> list[str]:
     """Return the sentences to translate, without empty lines.
 
-    Raises:
-        InputError: there is none, or the file cannot be read.
+    Raises InputError if there is none, or the file cannot be read.
     """
     sentences = [sentence for sentence in read_sentences(arguments.source) if sentence]
     if not sentences:

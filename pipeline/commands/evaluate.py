@@ -72,8 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 def given_scores(arguments: argparse.Namespace) -> list[list[float]]:
     """Return the numbers of each file of `--scores`.
 
-    Raises:
-        InputError: there are not as many files as models, or a file cannot be read.
+    Raises InputError if there are not as many files as models, or a file cannot be read.
     """
     num_models = 1 if arguments.versus is None else 2
     if arguments.scores and len(arguments.scores) != num_models:
@@ -87,9 +86,8 @@ def given_scores(arguments: argparse.Namespace) -> list[list[float]]:
 def given_texts(arguments: argparse.Namespace) -> list[list[str]] | None:
     """Return the lines of `--source` and of each `--reference`; None if neither is given.
 
-    Raises:
-        InputError: one of them is missing, a file cannot be read, `--prefix` is given without a text, or `--test-set`
-            with files.
+    Raises InputError if one of them is missing, a file cannot be read, `--prefix` is given without a text, or
+    `--test-set` with files.
     """
     if arguments.test_set is not None and (arguments.source or arguments.reference):
         raise InputError("--test-set: cannot be given with --source and --reference; give one or the other")

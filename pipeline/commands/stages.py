@@ -94,13 +94,10 @@ class Signals(AbstractContextManager["Signals"]):
 def run_stages(folder: Path, stages: Sequence[Stage], only: str | None) -> int:
     """Run the stages that are not done, and return the exit code: 0, or that of the stage that failed.
 
-    Args:
-        folder: the folder of the marks.
-        only: the name of the stage to run; None for all.
+    `folder` is that of the marks, `only` the name of the stage to run, None for all.
 
-    Raises:
-        InputError: a file has changed since a stage read or wrote it, there is no stage named `only`, a file that a
-            stage reads does not exist, or another process works in the folder.
+    Raises InputError if a file has changed since a stage read or wrote it, there is no stage named `only`, a file that
+    a stage reads does not exist, or another process works in the folder.
     """
     if only is not None and only not in [stage.name for stage in stages]:
         raise InputError(f"--stage {only}: is none of {', '.join(stage.name for stage in stages)}")
@@ -177,8 +174,7 @@ def _mark(folder: Path, stage: Stage) -> None:
 def _is_done(folder: Path, stage: Stage) -> bool:
     """Return whether a stage has its mark, and the files that it wrote exist.
 
-    Raises:
-        InputError: one of its files has changed.
+    Raises InputError if one of its files has changed.
     """
     path = _mark_file(folder, stage)
     if not path.is_file() or not all(one.exists() for one in stage.writes):

@@ -95,8 +95,7 @@ class Plan:
     def write(self) -> None:
         """Write `plan.txt` and the missing recipes; a plan with more rounds contains the recipes of one with fewer.
 
-        Raises:
-            InputError: an existing recipe differs.
+        Raises InputError if an existing recipe differs.
         """
         texts = {
             path: yaml.safe_dump(own_values(recipe), sort_keys=False, allow_unicode=True, width=120)
@@ -134,8 +133,7 @@ class Plan:
 def make_plan(arguments: argparse.Namespace, recipe: Recipe, folder: Path) -> Plan:
     """Check everything, write the files of the plan to a folder and return it; an existing plan is compared instead.
 
-    Raises:
-        InputError: the recipe, the text or the model cannot be used, or the folder has another plan.
+    Raises InputError if the recipe, the text or the model cannot be used, or the folder has another plan.
     """
     is_back = arguments.kind == "back-translation"
     check_sources(recipe.corpus, arguments)
@@ -164,8 +162,7 @@ def make_plan(arguments: argparse.Namespace, recipe: Recipe, folder: Path) -> Pl
 def plan_before(folder: Path, begun: PlainValues) -> PlainValues | None:
     """Return the plan that a folder was begun with; None if the folder is empty or does not exist.
 
-    Raises:
-        InputError: the folder is something else, cannot be written, or was begun with another plan.
+    Raises InputError if the folder is something else, cannot be written, or was begun with another plan.
     """
     path = folder / PLAN
     if not path.is_file():
@@ -209,8 +206,8 @@ def check_sources(corpus: CorpusSettings, arguments: argparse.Namespace) -> None
 def given_model(arguments: argparse.Namespace, recipe: Recipe) -> Path:
     """Return the file of `--reverse-model` or `--teacher`.
 
-    Raises:
-        InputError: it cannot be read, translates in the other direction, or has another vocabulary than its corpus.
+    Raises InputError if it cannot be read, translates in the other direction, or has another vocabulary than its
+    corpus.
     """
     option = "--teacher" if arguments.kind == "distillation" else "--reverse-model"
     file = chosen_file(arguments.model)
@@ -229,12 +226,11 @@ def given_model(arguments: argparse.Namespace, recipe: Recipe) -> Path:
 def check_text(corpus: CorpusSettings, path: Path | None, side: int) -> dict[str, float]:
     """Read training text, test text and `--text`; return the number of pairs in an epoch, and of sentences in `--text`.
 
-    Args:
-        path: the file of `--text`; None without that option.
-        side: the side of the training text in the same language: 0 for the source, 1 for the target.
+    `path` is the file of `--text`, None without that option; `side` is the side of the training text in the same
+    language: 0 for the source, 1 for the target.
 
-    Raises:
-        InputError: a text cannot be read; or `--text` is empty, of another language, or has lines of the test text.
+    Raises InputError if a text cannot be read; or `--text` is empty, of another language, or has lines of the test
+    text.
     """
     known: set[str] = set()
     pairs = 0.0

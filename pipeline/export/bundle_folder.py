@@ -43,8 +43,7 @@ def check_bundle_folder(folder: Path, force: bool) -> None:
 def replaced_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder that takes the place of `folder` at the end; if the block raises, `folder` stays as it is.
 
-    Raises:
-        InputError: the folder cannot be created.
+    Raises InputError if the folder cannot be created.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

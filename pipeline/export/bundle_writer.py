@@ -26,12 +26,10 @@ def export(
     licences: list[str],
     options: SearchOptions = BY_RECIPE,
 ) -> None:
-    """Write a bundle. Its folder appears when it is complete and all formats agree.
+    """Write a bundle to a folder that `check_bundle_folder` has allowed, when it is complete and all formats agree.
 
-    Args:
-        folder: the bundle, which `check_bundle_folder` has allowed.
-        formats: see `bundle_files`, also for `quantize`.
-        text: files of the sentences to compare formats on and of their references; None for the validation text's.
+    See `bundle_files` for `formats` and `quantize`. `text` are the files of the sentences to compare formats on and of
+    their references, None for the validation text's.
     """
     path = resolve_checkpoint(checkpoint)
     print(f"exporting {path}", file=sys.stderr)
@@ -48,13 +46,11 @@ def export(
 def bundle_files(model: TrainedModel, formats: list[str] | None, quantize: str | None) -> list[str]:
     """Return the files and folders to write.
 
-    Args:
-        formats: keys of `FILES`; None for all except those of `ON_REQUEST`. Of these, formats whose program is not
-            installed or does not support the model are left out, with a line about each.
-        quantize: "int8" to add `ctranslate2-int8`.
+    `formats` are keys of `FILES`; None for all except those of `ON_REQUEST`. Of these, formats whose program is not
+    installed or does not support the model are left out, with a line about each. `quantize` is "int8" to add
+    `ctranslate2-int8`.
 
-    Raises:
-        InputError: a format that is asked for cannot be written.
+    Raises InputError if a format that is asked for cannot be written.
     """
     wanted = [name for key, name in FILES.items() if key in (formats or FILES.keys() - ON_REQUEST)]
     if quantize:
@@ -78,8 +74,7 @@ def write_bundle(
 ) -> None:
     """Write the files and folders `names` of `bundle_files`, and descriptions, into an empty folder.
 
-    Raises:
-        InputError: a format's translations differ from the checkpoint's.
+    Raises InputError if a format's translations differ from the checkpoint's.
     """
     tokenizer = model.tokenizer
     print(f"comparing on {len(text.sources)} sentences ({text.name})", file=sys.stderr)

@@ -91,9 +91,8 @@ def example_sentence(recipe: PlainValues) -> str:
 def readme(names: list[str], card: PlainValues, example: list[int], two_models: bool = False) -> str:
     """Return the README, with a section for each format in `names`.
 
-    Args:
-        example: ids of what `example_sentence` returns, with the end symbol.
-        two_models: whether `source.spm` encodes and `tokenizer.model` only decodes.
+    `example` are the ids of what `example_sentence` returns, with the end symbol. With `two_models`, `source.spm`
+    encodes and `tokenizer.model` only decodes.
     """
     values = _values(card)
     sentence, load_pieces = values["sentence"], ""

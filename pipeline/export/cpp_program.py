@@ -42,8 +42,7 @@ def write_cpp(network: Transformer, max_extra_tokens: int, folder: Path) -> None
 def compile_cpp(folder: Path) -> ctypes.CDLL:
     """Compile the program in a folder and load it. It runs with this process's rights: write it just before the call.
 
-    Raises:
-        InputError: the program does not compile, or cannot be loaded.
+    Raises InputError if the program does not compile, or cannot be loaded.
     """
     with tempfile.TemporaryDirectory() as temporary:
         try:

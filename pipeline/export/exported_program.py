@@ -131,9 +131,8 @@ class SearchProgram(nn.Module):
             source: int64 ids [B, S].
             source_mask: bool [B, S], True at tokens.
 
-        Raises:
-            RuntimeError: an id is not in the vocabulary, a sentence has no token, or a source is longer than learned
-                positions.
+        Raises RuntimeError if an id is not in the vocabulary, a sentence has no token, or a source is longer than
+        learned positions.
         """
         self._check(source, source_mask)
         options, size = self.options, self.options.beam_size
@@ -315,8 +314,7 @@ def require_exported_program() -> None:
 def write_exported_program(model: TrainedModel, n_best: int, card: str, path: Path) -> None:
     """Write the search that the model's settings describe, and the card, into one file.
 
-    Raises:
-        InputError: torch.export cannot record the network.
+    Raises InputError if torch.export cannot record the network.
     """
     tokenizer, decoding = model.tokenizer, model.decoding
     specials = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id

@@ -196,8 +196,7 @@ def from_marian(weights: dict[str, Tensor], depths: tuple[int, int]) -> dict[str
 
     Embedding and bias have a row for each piece of their vocabulary.
 
-    Raises:
-        KeyError: a weight is missing.
+    Raises KeyError if a weight is missing.
     """
     embedding = weights[SHARED]
     order = halves(embedding.size(1)).argsort()

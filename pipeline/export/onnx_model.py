@@ -103,8 +103,7 @@ def require_onnx() -> None:
 def write_onnx(network: Transformer, folder: Path) -> None:
     """Write `encode.onnx` and `step.onnx` into a new folder.
 
-    Raises:
-        InputError: an operator of the network has no form in ONNX.
+    Raises InputError if an operator of the network has no form in ONNX.
     """
     folder.mkdir()
     for name, (module, arguments, dimensions) in _programs(network).items():

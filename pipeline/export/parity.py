@@ -62,8 +62,7 @@ class Text(NamedTuple):
 def parity_text(model: TrainedModel, source: Path | None, reference: Path | None, num_sentences: int) -> Text:
     """Return the given text, or `num_sentences` of the corpus's validation text.
 
-    Raises:
-        InputError: the text cannot be read, is empty, or is missing.
+    Raises InputError if the text cannot be read, is empty, or is missing.
     """
     best_by = model.recipe["run"]["best_by"]
     metric = best_by if best_by in METRICS else "bleu"  # An extension's metric may not be registered here.
@@ -143,8 +142,7 @@ class Parity:
     def __init__(self, model: TrainedModel, text: Text) -> None:
         """Search the text with the checkpoint. Long sources are cut as in translation; empty sources are left out.
 
-        Raises:
-            InputError: the network is so sensitive to rounding that formats cannot be compared.
+        Raises InputError if the network is so sensitive to rounding that formats cannot be compared.
         """
         tokenizer = model.tokenizer
         self.tokenizer, self.settings = tokenizer, model.decoding
@@ -278,8 +276,7 @@ class Parity:
 def compare_formats(bundle: Bundle, names: list[str], parity: Parity) -> dict[str, Figures]:
     """Return the size of each format and its figures in each precision. Only float32 has bounds.
 
-    Raises:
-        InputError: formats exceed bounds.
+    Raises InputError if formats exceed bounds.
     """
     report: dict[str, Figures] = {}
     failures: list[str] = []

@@ -43,14 +43,10 @@ def choose_tokenizer(requested: str | None, language: str, began: str | None = N
     """Return the tokenizer to score a language with.
 
     Where the language's tokenizer is not installed, characters are counted, and the note says what to install.
+    `requested` is the recipe's `run.bleu_tokenizer`, `language` its `corpus.target_language`, and `began` the tokenizer
+    that a resumed run began with and keeps, so that its scores stay comparable.
 
-    Args:
-        requested: the recipe's `run.bleu_tokenizer`; None for the language's.
-        language: the recipe's `corpus.target_language`.
-        began: the tokenizer that a resumed run began with and keeps, so that its scores stay comparable.
-
-    Raises:
-        InputError: the tokenizer that is requested, or that the run began with, is not installed.
+    Raises InputError if the tokenizer that is requested, or that the run began with, is not installed.
     """
     wanted = requested or _BY_LANGUAGE.get(language_code(language), DEFAULT)
     if began is not None:

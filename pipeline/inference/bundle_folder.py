@@ -26,8 +26,7 @@ def bundle_of(path: Path) -> Path | None:
 def parse_card(path: Path, text: str | bytes) -> PlainValues:
     """Return the card that a file holds.
 
-    Raises:
-        InputError: it is no card, or of another format.
+    Raises InputError if it is no card, or of another format.
     """
     card = json_object(text)
     if card is None:

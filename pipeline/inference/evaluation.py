@@ -68,12 +68,10 @@ def evaluate(
 ) -> None:
     """Translate, score and print.
 
-    Args:
-        texts: the lines of `--source` and of each `--reference`; None for a test set or the recipe's text.
-        scores: the numbers of each `--scores`.
+    `texts` are the lines of `--source` and of each `--reference`, None for a test set or the recipe's text; `scores`
+    are the numbers of each `--scores`.
 
-    Raises:
-        InputError: a model or its text cannot be read, or an option does not suit them.
+    Raises InputError if a model or its text cannot be read, or an option does not suit them.
     """
     # Checked before a checkpoint is loaded, so that a mistake is reported at once.
     if arguments.test_set is not None:
@@ -122,8 +120,7 @@ def warn_of_text(text: EvaluationText, hypotheses: list[str]) -> None:
 def text_of_model(translator: Translator, arguments: argparse.Namespace) -> EvaluationText:
     """Return the text of `--test-set` for the model's languages, or else the test text of its recipe.
 
-    Raises:
-        InputError: see `text_of_test_set`; the recipe names no text, or it cannot be read.
+    Raises InputError as `text_of_test_set` does, and if the recipe names no text, or one that cannot be read.
     """
     corpus = translator.recipe["corpus"]
     if arguments.test_set is not None:
@@ -155,8 +152,8 @@ def score_settings(
 ) -> tuple[str, list[str], str | None]:
     """Return the last three fields of `Scored`, by the checkpoint's recipe and the options; print warnings.
 
-    Raises:
-        InputError: the recipe's tokenizer is not installed, or `--paper` was not made for the language or the text.
+    Raises InputError if the recipe's tokenizer is not installed, or `--paper` was not made for the language or the
+    text.
     """
     language = translator.recipe["corpus"]["target_language"]
     if arguments.paper:

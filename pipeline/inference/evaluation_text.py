@@ -54,9 +54,8 @@ def text_of_files(name: str, source: str, prefix: str | None, texts: list[list[s
 def text_of_recipe(corpus: PlainValues) -> EvaluationText:
     """Return the text of `corpus.test`, each source once. Pairs with invalid UTF-8 are left out or raise an error.
 
-    Raises:
-        InputError: the recipe names no test text, a source cannot be read or has sides of unequal length, or no pair is
-            left.
+    Raises InputError if the recipe names no test text, a source cannot be read or has sides of unequal length, or no
+    pair is left.
     """
     checker = Checker({})
     settings = checker.dataclass(corpus, CorpusSettings, "corpus.")
@@ -88,9 +87,8 @@ def require_test_set(name: str) -> None:
 def text_of_test_set(name: str, source_language: str, target_language: str, prefix: str | None) -> EvaluationText:
     """Return the text of a test set of sacreBLEU for a model's languages, whose names may end with a region or script.
 
-    Raises:
-        InputError: there is no such set, it lacks the pair of languages, or it is not in sacreBLEU's folder and cannot
-            be downloaded.
+    Raises InputError if there is no such set, it lacks the pair of languages, or it is not in sacreBLEU's folder and
+    cannot be downloaded.
     """
     require_test_set(name)
     pair = f"{language_code(source_language)}-{language_code(target_language)}"

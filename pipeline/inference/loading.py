@@ -25,15 +25,12 @@ def load_translator(path: Path, *, searches: bool = True) -> Translator:
 
 
 def load_file(file: Path, device: str | None = None, *, searches: bool = True) -> Translator:
-    """Load a translator from a file.
+    """Load a translator from a checkpoint, or from the `model.ts` of a bundle, which is a program.
 
-    Args:
-        file: a checkpoint, or the `model.ts` of a bundle, which is a program.
-        device: `cpu`, or a GPU as `cuda:0`; None for the GPU if there is one.
-        searches: whether to optimize the network for searches. On a CPU, it cannot score or align afterwards.
+    `device` is `cpu`, or a GPU as `cuda:0`; None for the GPU if there is one. With `searches`, the network is optimized
+    for searches; on a CPU, it cannot score or align afterwards.
 
-    Raises:
-        InputError: the model cannot be read.
+    Raises InputError if the model cannot be read.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,8 +54,7 @@ def load_file(file: Path, device: str | None = None, *, searches: bool = True) -
 def chosen_file(path: Path) -> Path:
     """Return the checkpoint or the `model.ts` of a checkpoint, run folder or bundle, and print it on standard error.
 
-    Raises:
-        InputError: the path holds no model.
+    Raises InputError if the path holds no model.
     """
     bundle = bundle_of(path)
     file = resolve_checkpoint(path) if bundle is None else bundle / PROGRAM_FILE
@@ -83,8 +79,7 @@ def require_direction(option: str, model: Translator, source: str, target: str) 
 def _load_bundle(folder: Path, device: str) -> Translator:
     """Load `model.ts` of a bundle.
 
-    Raises:
-        InputError: a file is missing, damaged or of another format.
+    Raises InputError if a file is missing, damaged or of another format.
     """
     path = folder / PROGRAM_FILE
     recipe, tokenizer_sha256 = _recipe_of(folder / CARD_FILE)
@@ -121,8 +116,7 @@ def _recipe_of(path: Path) -> tuple[Recipe, str]:
 def load_torchscript(path: Path, device: str = "cpu") -> Any:
     """Load the search from a file to a device.
 
-    Raises:
-        InputError: the file has no card, or a card of another format.
+    Raises InputError if the file has no card, or a card of another format.
     """
     extra = {CARD_FILE: ""}
     with warnings.catch_warnings():

@@ -180,12 +180,7 @@ ON_REQUEST: dict[str, Metric] = {"ter": Ter(), "chrf2++": ChrF(word_order=2)}
 
 
 def metrics_on(tokenizer: str, requested: Iterable[str] = ()) -> dict[str, Metric]:
-    """Return the registered metrics and those of `ON_REQUEST` that are requested.
-
-    Args:
-        tokenizer: sacreBLEU's name of BLEU's tokenizer.
-        requested: names in `ON_REQUEST`.
-    """
+    """Return the registered metrics, with BLEU on a tokenizer of sacreBLEU, and the requested ones of `ON_REQUEST`."""
     # A metric that is registered under such a name takes precedence.
     added = {name: ON_REQUEST[name] for name in requested if name in ON_REQUEST and name not in METRICS}
     return {**METRICS, "bleu": Bleu(tokenize=tokenizer), **added}
@@ -205,8 +200,7 @@ def title_and_score(name: str, score: float) -> str:
 def mode_of(name: str) -> Literal["max", "min"]:
     """Return whether the largest or the smallest score of a metric, or of the likelihood, is the best.
 
-    Raises:
-        InputError: there is no such metric.
+    Raises InputError if there is no such metric.
     """
     if name == LIKELIHOOD:
         return "min"
@@ -277,8 +271,7 @@ def paper_score(hypotheses: list[str], references: list[str], language: str) -> 
     Neither is comparable to sacreBLEU's default BLEU. Both texts are detokenized; their language selects Moses' rules,
     see `require_moses_language`.
 
-    Raises:
-        InputError: sacremoses is not installed.
+    Raises InputError if sacremoses is not installed.
     """
     sacremoses = require_package(*SACREMOSES)
     language = language_code(language)
@@ -341,11 +334,9 @@ class _Mean:
 
 
 def mean_score(scores: list[float], other: list[float] | None = None) -> tuple[PlainValues, PlainValues]:
-    """Return the mean of sentences' scores with its interval, and the comparison, as `score_and_compare` does.
+    """Return the mean of sentences' scores with its interval, and the comparison with those of another system.
 
-    Args:
-        scores: a number for each sentence; a higher one is better.
-        other: another system's scores of the same sentences; None for no comparison.
+    See `score_and_compare` for both. A higher score is better.
     """
     metric, statistics_of = _Mean(), lambda values: np.stack([values, np.ones(len(values))], axis=1)
     this = statistics_of(scores)

@@ -61,8 +61,7 @@ class SearchOptions:
     def in_place_of(self, recipe: DecodingSettings) -> DecodingSettings:
         """Return the recipe's settings, with these options in place of its own.
 
-        Raises:
-            InputError: more translations of a sentence are asked for than the beam has.
+        Raises InputError if more translations of a sentence are asked for than the beam has.
         """
         given = {name: getattr(self, name) for name in ("beam_size", "length_penalty", "stop_rule")}
         settings = replace(recipe, **{name: value for name, value in given.items() if value is not None})
@@ -91,8 +90,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 def given_sampling(arguments: argparse.Namespace) -> "Sampling | None":
     """Return the values of the arguments that `add_sampling_arguments` adds; None without `--sample`.
 
-    Raises:
-        InputError: a value is out of bounds, needs `--sample`, or an option of a search is given too.
+    Raises InputError if a value is out of bounds, needs `--sample`, or an option of a search is given too.
     """
     given = {name: getattr(arguments, name) for name in _SAMPLING if getattr(arguments, name) is not None}
     if not arguments.sample:
@@ -135,11 +133,7 @@ class Prefixes:
 
     @classmethod
     def of_corpus(cls, corpus: PlainValues) -> "Prefixes":
-        """Return the prefixes of a recipe's model.
-
-        Args:
-            corpus: the section `corpus` of the recipe in a checkpoint.
-        """
+        """Return the prefixes of a model, by the section `corpus` of its recipe."""
         used = [text["prefix"] for text in corpus["train"]]
         trained = tuple(dict.fromkeys(prefix for prefix in used if prefix is not None))
         return cls(trained, tuple(corpus["user_symbols"]), bool(used) and None not in used)

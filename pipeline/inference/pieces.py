@@ -42,8 +42,7 @@ def encode_sources(
 def encode_target_prefixes(tokenizer: Tokenizer, prefixes: list[str], first: int) -> list[list[int]]:
     """Return the ids of each target prefix; `first` is the number of the first line, for the message.
 
-    Raises:
-        InputError: a prefix has a character that the vocabulary lacks.
+    Raises InputError if a prefix has a character that the vocabulary lacks.
     """
     rows = [ids.tolist() for ids in tokenizer.target.encode(prefixes)]
     for number, (prefix, ids) in enumerate(zip(prefixes, rows, strict=True), first):

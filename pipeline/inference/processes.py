@@ -28,8 +28,7 @@ class WorkerError(Exception):
 def choose_devices(count: int) -> list[str]:
     """Return the device of each of `count` processes: GPUs, or the CPU for each where there is no GPU.
 
-    Raises:
-        InputError: there are fewer devices than `count`, or `count` is below 1.
+    Raises InputError if there are fewer devices than `count`, or `count` is below 1.
     """
     on_gpus = torch.cuda.is_available()
     available = torch.cuda.device_count() if on_gpus else num_processors()

@@ -92,8 +92,7 @@ def score_targets(
     A pair of empty sentences has no pieces. `network` is a `PaddedTransformer`, or the one in an exported `BeamSearch`;
     see `score_pieces` for other arguments.
 
-    Raises:
-        InputError: a score is not finite.
+    Raises InputError if a score is not finite.
     """
 
     def log_softmax(states: Tensor) -> Tensor:

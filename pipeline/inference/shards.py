@@ -54,13 +54,10 @@ class Shards:
     def __init__(self, task: Task, model: Path, number: int = 0) -> None:
         """Write the manifest, or compare it with that of an earlier process.
 
-        Args:
-            model: the file of the model.
-            number: number of this process in its command, from 0.
+        `model` is the file of the model, `number` that of this process in its command, from 0.
 
-        Raises:
-            InputError: the text cannot be read twice, existing shards belong to another text, model or options, or the
-                file at `output` is the text itself or has another number of lines.
+        Raises InputError if the text cannot be read twice, existing shards belong to another text, model or options, or
+        the file at `output` is the text itself or has another number of lines.
         """
         source, self._size = task.source, task.shard_lines
         if self._size < 1 or self._size % CHUNK:
@@ -108,8 +105,7 @@ class Shards:
         Each item has consecutive shards, up to one that another process has taken. Pass the translations of all its
         lines to `write` before taking the next item.
 
-        Raises:
-            InputError: the text has changed, or a shard has another number of lines than its part of the text.
+        Raises InputError if the text has changed, or a shard has another number of lines than its part of the text.
         """
         order = self._order()
         while not self._output.exists():

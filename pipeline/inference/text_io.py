@@ -116,8 +116,7 @@ def sentences(stream: Iterable[bytes], name: str = "", first: int = 1, *, warn: 
 def read_sentences(path: Path) -> list[str]:
     """Return all lines of a file. One without a visible character is empty.
 
-    Raises:
-        InputError: the file cannot be read.
+    Raises InputError if the file cannot be read.
     """
     with open_file(path) as stream:
         return ["" if is_blank(line) else line for line in sentences(stream, str(path))]
@@ -126,8 +125,7 @@ def read_sentences(path: Path) -> list[str]:
 def read_numbers(path: Path) -> list[float]:
     """Return the number on each line of a file.
 
-    Raises:
-        InputError: the file cannot be read, or a line is not a finite number.
+    Raises InputError if the file cannot be read, or a line is not a finite number.
     """
     numbers = []
     for place, line in enumerate(read_sentences(path), 1):
@@ -149,8 +147,7 @@ def require_as_many(path: Path, numbers: Sized, num_sentences: int) -> None:
 def paired_texts(source: Path, *references: Path) -> list[list[str]]:
     """Return the lines of all files.
 
-    Raises:
-        InputError: a file cannot be read, the files differ in length, or they are empty.
+    Raises InputError if a file cannot be read, the files differ in length, or they are empty.
     """
     texts = [read_sentences(path) for path in (source, *references)]
     for path, lines in zip(references, texts[1:], strict=True):
@@ -177,8 +174,7 @@ class Pair(NamedTuple):
 def read_pairs(source: Path, target: Path, is_list: bool, *, warn: bool = True) -> Iterator[Pair]:
     """Yield the pairs of two texts; `is_list` tells whether `target` is an n-best list.
 
-    Raises:
-        InputError: a file cannot be read, the texts do not pair up or are empty, or `target` is no n-best list.
+    Raises InputError if a file cannot be read, the texts do not pair up or are empty, or `target` is no n-best list.
     """
     number = 0
     with open_file(source) as source_stream, open_file(target) as target_stream:

@@ -34,8 +34,7 @@ class ScoredPair(NamedTuple):
 def score_text(arguments: argparse.Namespace, pairs: Iterator[Pair], total: int | None) -> None:
     """Score pairs and print the result of each; `total` is their number, None if it is not known.
 
-    Raises:
-        InputError: a model cannot be read, the models do not belong together, or the pairs cannot be read.
+    Raises InputError if a model cannot be read, the models do not belong together, or the pairs cannot be read.
     """
     models = [load_translator(path, searches=False) for path in (arguments.checkpoint, arguments.reverse) if path]
     models[0].prefixes.check(arguments.prefix)
@@ -78,9 +77,8 @@ def score_windows(
 ) -> Iterator[ScoredPair]:
     """Score a stream of pairs, `CHUNK` at a time, with a progress bar.
 
-    Args:
-        models: the model, and one of the opposite direction if there is one.
-        prefix: put before each source sentence for the first model; alignments count words without it.
+    `models` are the model, and one of the opposite direction if there is one. `prefix` is put before each source
+    sentence for the first model; alignments count words without it.
     """
     scorers = [Scorer(model) for model in models]
     with progress_bar("scoring", total, smoothing=0) as bar:
@@ -131,8 +129,7 @@ def _cost(scored: ScoredPair, strange: list[set[str]]) -> float:
 def _write_kept(arguments: argparse.Namespace, costs: np.ndarray) -> None:
     """Write the pairs of lowest cost to the files of `--kept-source` and `--kept-target`; `costs` is float64 [pairs].
 
-    Raises:
-        InputError: no pair can be kept.
+    Raises InputError if no pair can be kept.
     """
     count = math.floor(arguments.keep * np.count_nonzero(np.isfinite(costs)) + 0.5)
     if not count:

@@ -142,10 +142,9 @@ class Translator:
             target_prefixes: for each sentence, the text that its translation begins with; None if there are none.
             finished: called with a number of sentences whenever some have been translated.
 
-        Raises:
-            InputError: more translations of a sentence are asked for than the beam has, a target prefix is too long or
-                has an unknown character, the model is a bundle that cannot do what is asked, or its weights are not
-                finite.
+        Raises InputError if more translations of a sentence are asked for than the beam has, a target prefix is too
+        long or has an unknown character, the model is a bundle that cannot do what is asked, or its weights are not
+        finite.
         """
         settings = options.in_place_of(self.settings)
         sources, defects = encode_sources(self.tokenizer, sentences, self.max_source_tokens, self.prefixes)

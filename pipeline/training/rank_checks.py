@@ -93,8 +93,7 @@ class RankGroup:
     def all_gather(self, value: object) -> list:
         """Return the values of all ranks, by rank; a value is anything that JSON can hold.
 
-        Raises:
-            UnresponsiveRanksError: a rank has set no value in time.
+        Raises UnresponsiveRanksError if a rank has set no value in time.
         """
         self._num_gathered += 1
         post(self.store, f"value-{self._num_gathered}/{self.job.rank}", value)
