@@ -18,7 +18,6 @@ from model.torch_private import copy_all
 from pipeline.checkpointing.checkpoint import metadata
 from pipeline.checkpointing.checkpoint_io import WriteOptions, checkpoint_io
 from pipeline.checkpointing.run_folder import (
-    around_best_checkpoints,
     around_best_path,
     best_path,
     checkpoint_bytes,
@@ -145,7 +144,7 @@ class CheckpointCallback(Callback):
             step_path(self._run, step).unlink(missing_ok=True)
         # Checkpoints newer than this one were damaged when the run resumed, and do not count.
         newest = {step_of(path): path for path in step_checkpoints(self._run) if step_of(path) <= saved}
-        around = {step_of(path): path for path in around_best_checkpoints(self._run)}
+        around = {step_of(path): path for path in step_checkpoints(self._run, around_best=True)}
         near: list[int] = []
         if best is not None:
             # A temporary checkpoint will be replaced, so it must not take the place of one that lasts.

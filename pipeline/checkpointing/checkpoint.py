@@ -273,7 +273,9 @@ def average(paths: list[Path], read: Callable[[Path], Checkpoint] = read_checkpo
     sums = {name: tensor.to(torch.float64, copy=True) for name, tensor in newest.weights.items()}
     for path in paths[:-1]:
         other = read(path)
-        if not _have_same_model(other, newest):
+        shapes = [{name: tensor.shape for name, tensor in each.weights.items()} for each in (other, newest)]
+        settings = [asdict(each.recipe.network) for each in (other, newest)]
+        if changed_keys(*settings) or shapes[0] != shapes[1] or other.tokenizer.model != newest.tokenizer.model:
             raise InputError(f"{path}: has another network or vocabulary than {newest.path}; average one run only")
         for name, tensor in other.weights.items():
             sums[name] += tensor
@@ -284,10 +286,3 @@ def average(paths: list[Path], read: Callable[[Path], Checkpoint] = read_checkpo
         "global_step": newest.step,
         "averaged": [path.name for path in paths],
     }
-
-
-def _have_same_model(one: Checkpoint, other: Checkpoint) -> bool:
-    """Return whether two checkpoints have the same network and vocabulary."""
-    shapes = [{name: tensor.shape for name, tensor in each.weights.items()} for each in (one, other)]
-    same_network = not changed_keys(asdict(one.recipe.network), asdict(other.recipe.network))
-    return same_network and shapes[0] == shapes[1] and one.tokenizer.model == other.tokenizer.model

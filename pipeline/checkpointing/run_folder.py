@@ -81,9 +81,9 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.stem.removeprefix("step="))
 
 
-def step_checkpoints(run: Path) -> list[Path]:
-    """Return the run's checkpoints by step, the newest last, complete or not."""
-    paths = (run / "checkpoints").glob("step=*.ckpt")
+def step_checkpoints(run: Path, *, around_best: bool = False) -> list[Path]:
+    """Return the newest checkpoints, or those that are kept around the best validation; by step, complete or not."""
+    paths = (around_best_path if around_best else step_path)(run, 0).parent.glob("step=*.ckpt")
     return sorted(path for path in paths if _STEP_NAME.fullmatch(path.name))
 
 
@@ -95,12 +95,6 @@ def best_path(run: Path) -> Path:
 def around_best_path(run: Path, step: int) -> Path:
     """Return the path of a checkpoint that is kept only because it is near the best validation."""
     return run / "checkpoints" / "around-best" / step_path(run, step).name
-
-
-def around_best_checkpoints(run: Path) -> list[Path]:
-    """Return the checkpoints near the best validation that are no longer among the newest, by step."""
-    paths = around_best_path(run, 0).parent.glob("step=*.ckpt")
-    return sorted(path for path in paths if _STEP_NAME.fullmatch(path.name))
 
 
 def nearest_steps(steps: Iterable[int], best: int, count: int) -> list[int]:
@@ -185,7 +179,9 @@ def check_writable(path: Path, *, fresh: bool = False) -> None:
         raise InputError(f"{lock}: cannot be written, so another user has the run; give another run.folder")
     if path.is_dir() and any(map(_is_foreign, path.iterdir())) and not is_run(path):
         raise InputError(f"{path}: is not empty and not a run folder; give another run.folder")
-    refuse_links(lock, path / METRICS, *(path / EVENTS).glob(f"{EVENT_FILES}*"))
+    for file in (lock, path / METRICS, *(path / EVENTS).glob(f"{EVENT_FILES}*")):
+        if file.is_symlink():  # They are written in place; see `open_in_place`.
+            raise InputError(f"{file}: is a link, which fit does not follow; remove it")
     checkpoints, around_best = best_path(path).parent, around_best_path(path, 0).parent
     for folder in (checkpoints, around_best, *([path / EVENTS] if fresh and (path / EVENTS).is_dir() else ())):
         if os.path.lexists(folder) and (error := _folder_error(folder)):
@@ -198,13 +194,6 @@ def check_writable(path: Path, *, fresh: bool = False) -> None:
     for file in _files_to_remove(path) if fresh else ():
         if error := pinned(file):
             raise InputError(f"{file}: cannot be removed ({error}); give another run.folder")
-
-
-def refuse_links(*files: Path) -> None:
-    """Raise InputError if one of the files, which are written in place, is a link; see `open_in_place`."""
-    for file in files:
-        if file.is_symlink():
-            raise InputError(f"{file}: is a link, which fit does not follow; remove it")
 
 
 def _folder_error(folder: Path) -> str | None:
@@ -323,12 +312,16 @@ class RunFolder:
 def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
     """Return the differences of recipe and versions from those of the run: forbidden ones, then allowed ones.
 
-    Raises InputError when the run is of another format.
+    Raises InputError when versions.json is damaged, or the run is of another format.
     """
     written = _config(path)
     if written is None:
         return [], []
-    recorded = _read_versions(path)
+    file, start_over = path / _VERSIONS, "start a new run with --fresh or another run.folder"
+    recorded = json_object(file.read_bytes()) if file.is_file() else None
+    if recorded is None:
+        raise InputError(f"{file}: is missing or damaged; {start_over}")
+    check_format(file, recorded.get("format_version", 1), start_over)  # Version 0.2 recorded no format.
     new = recipe.inherit_network(written["network"]).as_dict()
     with suppress(InputError):  # A recipe that this version cannot read is compared as it is.
         # Settings that are newer than the run get their defaults.
@@ -347,16 +340,6 @@ def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
     own = {name: version for name, version in versions().items() if name != "host"}
     allowed += changes("", {name: recorded.get(name) for name in own}, own)
     return forbidden, allowed
-
-
-def _read_versions(path: Path) -> PlainValues:
-    """Return what a run recorded in versions.json; raise InputError if it is damaged or the run of another format."""
-    file, start_over = path / _VERSIONS, "start a new run with --fresh or another run.folder"
-    recorded = json_object(file.read_bytes()) if file.is_file() else None
-    if recorded is None:
-        raise InputError(f"{file}: is missing or damaged; {start_over}")
-    check_format(file, recorded.get("format_version", 1), start_over)  # Version 0.2 recorded no format.
-    return recorded
 
 
 def check_same_run(path: Path, recipe: Recipe) -> list[str]:

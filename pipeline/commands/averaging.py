@@ -8,7 +8,6 @@ from data_module.files import PlainValues
 from pipeline.checkpointing.checkpoint import Checkpoint, average, read_checkpoint, write_atomic
 from pipeline.checkpointing.run_folder import (
     METRICS,
-    around_best_checkpoints,
     around_best_path,
     best_by,
     best_path,
@@ -58,7 +57,7 @@ def saved_checkpoints(run: Path) -> dict[int, Path]:
     """Return a run's complete checkpoints by step: the newest, those around the best validation, and the best one."""
     # The newest are listed first, because `fit` moves checkpoints from their folder to `around-best`.
     steps = {step_of(path): path for path in step_checkpoints(run)}
-    steps = {step_of(path): path for path in around_best_checkpoints(run)} | steps
+    steps = {step_of(path): path for path in step_checkpoints(run, around_best=True)} | steps
     saved = {}
     for step, path in steps.items():
         if valid := next(filter(is_valid, (path, around_best_path(run, step))), None):

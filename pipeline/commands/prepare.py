@@ -6,9 +6,11 @@ were dropped, and why. `manifest.json` in the folder holds all of this.
 """
 
 import argparse
+import json
 
 from data_module.files import user_path
 from pipeline.config.recipe import add_recipe_arguments, load_recipe
+from pipeline.runtime.console import say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +29,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Prepare the recipe's corpus and print its numbers."""
     recipe = load_recipe(arguments.config, arguments.overrides)
     with recipe.naming_places():
-        from pipeline.training.new_corpus import print_new_corpus  # imports numpy, which `--help` does without
+        from data_module.corpus.manifest import numbers  # numpy, which `--help` does without
+        from pipeline.training.new_corpus import prepare_and_report
 
-        print_new_corpus(recipe, arguments.init_from, arguments.force)
+        tokenizer = None
+        if arguments.init_from:
+            from pipeline.training.start import load_initial_weights  # torch
+
+            tokenizer = load_initial_weights(arguments.init_from, recipe).tokenizer
+        manifest = prepare_and_report(recipe.corpus, tokenizer, arguments.force)
+    say(f"the corpus is in {recipe.corpus.folder}")
+    print(json.dumps({"folder": recipe.corpus.folder, **numbers(manifest)}))
     return 0

@@ -10,7 +10,7 @@ from data_module.corpus.manifest import Manifest, is_corpus, read_manifest
 from data_module.errors import InputError
 from data_module.files import PlainValues, json_object
 from data_module.tokenization.tokenizer import Tokenizer
-from model.settings import DECAY_TO_LAST_STEP, NetworkSettings, changed_keys, with_defaults
+from model.settings import DECAY_TO_LAST_STEP, changed_keys, with_defaults
 from pipeline.checkpointing.checkpoint import read_checkpoint, resolve_checkpoint
 from pipeline.checkpointing.resume_point import ResumePoint, read_resume_point
 from pipeline.checkpointing.run_folder import (
@@ -142,7 +142,16 @@ def load_initial_weights(path: Path, recipe: Recipe) -> InitialWeights:
     Raises InputError when there is nothing of that kind, or when its network or the corpus's vocabulary differs,
     or when its tokenizer lacks a user symbol or the bytes that the recipe asks for.
     """
-    initial = _from_marian(path, recipe.network) if is_marian(path) else _from_checkpoint(path)
+    if is_marian(path):
+        model, own = load_marian(path), asdict(recipe.network)
+        # A recipe may leave sizes out that follow from others, or give them.
+        size = model.network["d_model"] // model.network["num_heads"]
+        sizes = {key: own[key] if own[key] in (None, size) else size for key in ("d_k", "d_v")}
+        initial = InitialWeights(path, model.tokenizer, model.weights, {**own, **model.network, **sizes})
+    else:
+        read = read_checkpoint(resolve_checkpoint(path))
+        read.network()  # It raises InputError if the weights do not fit.
+        initial = InitialWeights(read.path, read.tokenizer, read.weights, asdict(read.recipe.network))
     theirs, ours = map(_effective, (initial.network, asdict(recipe.inherit_network(initial.network).network)))
     different = [
         f"network.{key} {theirs[key]} there, {ours[key]} here"
@@ -164,17 +173,3 @@ def _effective(network: PlainValues) -> PlainValues:
     size = network["d_model"] // network["num_heads"]
     network = {**network, **{key: network[key] or size for key in ("d_k", "d_v")}}
     return network if network["learned_positions"] else {**network, "max_positions": None}
-
-
-def _from_checkpoint(path: Path) -> InitialWeights:
-    read = read_checkpoint(resolve_checkpoint(path))
-    read.network()  # It raises InputError if the weights do not fit.
-    return InitialWeights(read.path, read.tokenizer, read.weights, asdict(read.recipe.network))
-
-
-def _from_marian(path: Path, ours: NetworkSettings) -> InitialWeights:
-    model = load_marian(path)
-    # A recipe may leave sizes out that follow from others, or give them.
-    size = model.network["d_model"] // model.network["num_heads"]
-    sizes = {key: own if (own := getattr(ours, key)) in (None, size) else size for key in ("d_k", "d_v")}
-    return InitialWeights(path, model.tokenizer, model.weights, {**asdict(ours), **model.network, **sizes})

@@ -31,31 +31,30 @@ def follow(plan: Plan, folder: RunFolder | None, further_callbacks: Sequence[Cal
 
     `folder` is the locked run folder on rank 0, None on other ranks.
     """
+    run, corpus, resume = plan.recipe.run_folder(), plan.recipe.corpus_folder(), plan.resume
     if folder is not None:  # One rank checks, so that a mistake is reported once; its exit code ends the others.
         check_start(plan, Report())
-    start = open_corpus(plan, folder)
+    manifest = ensure_corpus(plan.recipe.corpus, plan.tokenizer)
+    if plan.tokenizer is not None:
+        # Another process may have prepared the corpus since the plan was made.
+        check_vocabulary(plan.recipe, plan.tokenizer, "what this run continues")
+    tokenizer = resume.tokenizer if resume else Tokenizer.load(corpus / TOKENIZER_NAME).also_seen(plan.tokenizer)
     for note in plan.notes:
         say(note)
     with ExitStack() as stack:
         if folder is not None:
-            stack.enter_context(in_use(plan.recipe.corpus_folder()))
+            stack.enter_context(in_use(corpus))
         if plan.job is not None and folder is not None:
-            stack.enter_context(count_start(folder.path, plan.job, plan.resume.path if plan.resume else None))
-        if not has_finished(plan):
-            train(start, further_callbacks)
-            run = plan.recipe.run_folder()
-            say(f"the run is in {run}; view it with: {SCRIPTS}tensorboard --logdir {run}")
-
-
-def open_corpus(plan: Plan, folder: RunFolder | None) -> Start:
-    """Return the start of a plan on its corpus, which is prepared if it does not exist."""
-    manifest = ensure_corpus(plan.recipe.corpus, plan.tokenizer)
-    tokenizer = Tokenizer.load(plan.recipe.corpus_folder() / TOKENIZER_NAME)
-    if plan.tokenizer is not None:
-        # Another process may have prepared it since the plan was made.
-        check_vocabulary(plan.recipe, plan.tokenizer, "what this run continues")
-    tokenizer = plan.resume.tokenizer if plan.resume else tokenizer.also_seen(plan.tokenizer)
-    return Start(plan, folder, tokenizer, manifest)
+            stack.enter_context(count_start(folder.path, plan.job, resume.path if resume else None))
+        if resume is not None:
+            if reason := finished_reason(plan.recipe, run, resume.step):
+                say(f"{run}: {reason}, or use --fresh")
+                return
+            say(f"resuming from {resume.path}")
+        elif plan.initial is not None:
+            say(f"starting from the weights and the tokenizer of {plan.initial.path}")
+        train(Start(plan, folder, tokenizer, manifest), further_callbacks)
+        say(f"the run is in {run}; view it with: {SCRIPTS}tensorboard --logdir {run}")
 
 
 def ensure_corpus(settings: CorpusSettings, tokenizer: Tokenizer | None = None) -> Manifest:
@@ -75,18 +74,6 @@ def ensure_corpus(settings: CorpusSettings, tokenizer: Tokenizer | None = None) 
         return manifest
     with signals.default_signals():
         return prepare_and_report(settings, tokenizer)
-
-
-def has_finished(plan: Plan) -> bool:
-    """Return whether nothing is left to train; say so, or from where training starts."""
-    if plan.resume is not None:
-        if reason := finished_reason(plan.recipe, plan.recipe.run_folder(), plan.resume.step):
-            say(f"{plan.recipe.run_folder()}: {reason}, or use --fresh")
-            return True
-        say(f"resuming from {plan.resume.path}")
-    elif plan.initial is not None:
-        say(f"starting from the weights and the tokenizer of {plan.initial.path}")
-    return False
 
 
 def train(start: Start, further_callbacks: Sequence[Callback] = ()) -> None:

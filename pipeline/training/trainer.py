@@ -224,6 +224,8 @@ class StepEnvironment(ClusterEnvironment):
     lists.
     """
 
+    creates_processes_externally = True
+
     def __init__(self, job: JobStep) -> None:
         super().__init__()
         self.job = job
@@ -232,11 +234,6 @@ class StepEnvironment(ClusterEnvironment):
     def detect() -> bool:
         """Return False: `cluster_environment` chooses this class."""
         return False
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        """Whether another program than Lightning starts the ranks."""
-        return True
 
     @property
     def main_address(self) -> str:

@@ -20,7 +20,7 @@ from pipeline.checkpointing import checkpoint_io as io_module
 from pipeline.checkpointing.callback import EMA, CheckpointCallback
 from pipeline.checkpointing.checkpoint import write_atomic
 from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO, checkpoint_io
-from pipeline.checkpointing.run_folder import around_best_checkpoints, step_checkpoints, step_of, step_path
+from pipeline.checkpointing.run_folder import step_checkpoints, step_of, step_path
 from pipeline.config.recipe import load_recipe
 from pipeline.config.settings import validation_tag
 from pipeline.runtime.console import quiet_lightning
@@ -198,9 +198,9 @@ def test_a_run_without_validation(train: Train, tmp_path: Path) -> None:
 def test_a_checkpoint_removed_by_another_process_is_no_error(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def list_and_remove(run: Path) -> list[Path]:
-        paths = step_checkpoints(run)
-        for path in paths[:-2]:
+    def list_and_remove(run: Path, *, around_best: bool = False) -> list[Path]:
+        paths = step_checkpoints(run, around_best=around_best)
+        for path in [] if around_best else paths[:-2]:
             path.unlink()
         return paths
 
@@ -292,7 +292,7 @@ def test_checkpoints_by_time(train: Train, tmp_path: Path, monkeypatch: pytest.M
 
 def around_best(run: Path) -> list[int]:
     """Return the steps of the checkpoints in the folder for those around the best validation."""
-    return [step_of(path) for path in around_best_checkpoints(run)]
+    return [step_of(path) for path in step_checkpoints(run, around_best=True)]
 
 
 @pytest.mark.parametrize("keep", [1, 3])
