@@ -26,22 +26,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from data_module.errors import InputError
+from model import decoding
 from model.attention_maps import sharing_copy
-from model.decoding import (
-    Answers,
-    BeamArguments,
-    BeamResult,
-    add_answers,
-    answer_lengths,
-    answer_limits,
-    best_continuations,
-    best_open,
-    may_improve,
-    next_log_probabilities,
-    no_answers,
-    penalty,
-    trace_back,
-)
 from model.transformer import PaddedTransformer, SinusoidalPositions, Transformer, sinusoidal_table
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.compat.pytorch import has_while_loop, while_loop
@@ -77,7 +63,7 @@ def with_computed_positions(network: Transformer) -> Transformer:
 class SearchStep(nn.Module):
     """One position of the search."""
 
-    def __init__(self, network: Transformer, specials: Specials, options: BeamArguments) -> None:
+    def __init__(self, network: Transformer, specials: Specials, options: decoding.BeamArguments) -> None:
         super().__init__()
         self.network = PaddedTransformer(with_computed_positions(network))
         self.bos_id, self.eos_id, self.pad_id = specials
@@ -102,12 +88,12 @@ class SearchStep(nn.Module):
         paths.narrow(2, start, size).copy_(own_slots.expand(paths.size(0), -1, -1))
         used = paths.narrow(2, 0, start + size)
         states = self.network.step(state.last, position, start, cache, source_mask, used)[0]
-        steps = next_log_probabilities(self.network.logits(states), self.bos_id, self.pad_id)
+        steps = decoding.next_log_probabilities(self.network.logits(states), self.bos_id, self.pad_id)
         forced = torch.where(position + 1 >= limits, self.eos_id, -1)
-        values, parents, last = best_continuations(steps, state.totals, forced, size)
+        values, parents, last = decoding.best_continuations(steps, state.totals, forced, size)
         ends = last == self.eos_id
-        answers = add_answers(state.answers, values, parents, ends, torch.full_like(limits, position), options)
-        totals, parents, last = best_open(values.masked_fill(ends, float("-inf")), parents, last, size)
+        answers = decoding.add_answers(state.answers, values, parents, ends, torch.full_like(limits, position), options)
+        totals, parents, last = decoding.best_open(values.masked_fill(ends, float("-inf")), parents, last, size)
         row = (parents * self.vocabulary_size + last).unsqueeze(0)
         history = state.history.index_copy(0, state.place.unsqueeze(0), row)
         paths = paths.gather(1, parents.unsqueeze(2).expand(-1, -1, paths.size(2)))
@@ -117,7 +103,7 @@ class SearchStep(nn.Module):
 class SearchProgram(nn.Module):
     """`BeamSearch.beam` in operations that torch.export records."""
 
-    def __init__(self, network: Transformer, specials: Specials, options: BeamArguments) -> None:
+    def __init__(self, network: Transformer, specials: Specials, options: decoding.BeamArguments) -> None:
         super().__init__()
         self.next = SearchStep(network, specials, options)
         self.bos_id, self.eos_id, self.pad_id = specials
@@ -137,7 +123,7 @@ class SearchProgram(nn.Module):
         self._check(source, source_mask)
         options, size = self.options, self.options.beam_size
         count, length = source.size(0), source.size(1) + options.max_extra_tokens
-        limits = answer_limits(source_mask.sum(1), options.max_extra_tokens, self.max_positions)
+        limits = decoding.answer_limits(source_mask.sum(1), options.max_extra_tokens, self.max_positions)
         cache = self.next.network.init_cache(self.next.network.encode(source, source_mask), 0)
         is_first = torch.arange(size) == 0
         state = _State(
@@ -146,7 +132,7 @@ class SearchProgram(nn.Module):
             torch.full([count, size], self.bos_id),
             torch.zeros([count, size, 0], dtype=torch.bool),
             torch.zeros([0, count, size], dtype=torch.int64),
-            no_answers(count, options.n_best, source.device),
+            decoding.no_answers(count, options.n_best, source.device),
             [layer[:2] for layer in cache],
         )
         batch = _Batch(torch.arange(count), limits, source_mask, [layer[2:] for layer in cache])
@@ -155,11 +141,11 @@ class SearchProgram(nn.Module):
             if index > 0:
                 batch, state = self._select_open(batch, state)
             state = self._run(batch, _with_room(state, room))
-            answers = Answers(
+            answers = decoding.Answers(
                 *(a.index_copy(0, batch.sentences, new) for a, new in zip(answers, state.answers, strict=True))
             )
             history = _with_rows(history, room).index_copy(1, batch.sentences, state.history)
-        lengths = answer_lengths(answers, size)
+        lengths = decoding.answer_lengths(answers, size)
         tokens = self._trace_back(history.narrow(0, 0, length), answers.ends.remainder(size), lengths)
         return tokens, lengths, answers.scores, answers.log_probabilities
 
@@ -180,13 +166,14 @@ class SearchProgram(nn.Module):
                 last[places],
                 paths[places],
                 history[:, places],
-                Answers(*(part[places] for part in answers)),
+                decoding.Answers(*(part[places] for part in answers)),
                 [(keys[places], values[places]) for keys, values in cache],
             ),
         )
 
     def _is_open(self, state: "_State", limits: Tensor) -> Tensor:
-        return may_improve(state.answers, state.totals, penalty(limits, self.options.length_penalty), self.options)
+        divisor = decoding.penalty(limits, self.options.length_penalty)
+        return decoding.may_improve(state.answers, state.totals, divisor, self.options)
 
     def _run(self, batch: "_Batch", state: "_State") -> "_State":
         """Search until no sentence is open or the cache is full."""
@@ -225,7 +212,7 @@ class SearchProgram(nn.Module):
 
         def back(step: Tensor, here: Tensor, tokens: Tensor, history: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
             entries, left = history.index_select(0, step)[0], lengths - 1 - step
-            row, here = trace_back(entries, here, left, self.eos_id, self.pad_id, self.vocabulary_size)
+            row, here = decoding.trace_back(entries, here, left, self.eos_id, self.pad_id, self.vocabulary_size)
             return step - 1, here, tokens.index_copy(0, step, row.unsqueeze(0))
 
         tokens = torch.full([history.size(0), here.size(0), here.size(1)], self.pad_id)
@@ -246,7 +233,7 @@ class _State(NamedTuple):
     """bool [B, N, L * N], True at the cache slots on their paths."""
     history: Tensor
     """int64 [L, B, N], parent * V + token of each position and hypothesis."""
-    answers: Answers
+    answers: decoding.Answers
     keys_values: list[tuple[Tensor, Tensor]]
     """The cache of self-attention of each decoder layer."""
 
@@ -258,7 +245,7 @@ class _State(NamedTuple):
     def of(tensors: Sequence[Tensor]) -> "_State":
         """Return the state of these tensors."""
         place, totals, last, paths, history, *others = tensors
-        return _State(place, totals, last, paths, history, Answers(*others[:4]), _pairs(others[4:]))
+        return _State(place, totals, last, paths, history, decoding.Answers(*others[:4]), _pairs(others[4:]))
 
 
 class _Batch(NamedTuple):
@@ -316,10 +303,10 @@ def write_exported_program(model: TrainedModel, n_best: int, card: str, path: Pa
 
     Raises InputError if torch.export cannot record the network.
     """
-    tokenizer, decoding = model.tokenizer, model.decoding
+    tokenizer, settings = model.tokenizer, model.decoding
     specials = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
-    options = BeamArguments(
-        decoding.beam_size, decoding.length_penalty, decoding.max_extra_tokens, n_best, decoding.stop_rule == "first"
+    options = decoding.BeamArguments(
+        settings.beam_size, settings.length_penalty, settings.max_extra_tokens, n_best, settings.stop_rule == "first"
     )
     search = SearchProgram(model.network, specials, options).eval()
     try:
@@ -371,8 +358,8 @@ class ExportedSearch:
             self.program = torch.export.load(path).module()
 
     @torch.no_grad()
-    def beam(self, source: Tensor, source_mask: Tensor | None, *settings: object) -> BeamResult:
+    def beam(self, source: Tensor, source_mask: Tensor | None, *settings: object) -> decoding.BeamResult:
         """Return the answers to padded ids [B, S]."""
-        return BeamResult(
+        return decoding.BeamResult(
             *self.program(source, torch.ones_like(source, dtype=torch.bool) if source_mask is None else source_mask)
         )

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from data_module.errors import InputError, require_package
 from data_module.files import PlainValues
 from data_module.text_files import progress_bar
+from pipeline.inference import metrics
 from pipeline.inference.bleu_tokenizer import spacing_warning, tokenizer_of
 from pipeline.inference.evaluation_text import (
     EvaluationText,
@@ -17,16 +18,6 @@ from pipeline.inference.evaluation_text import (
     text_of_test_set,
 )
 from pipeline.inference.loading import load_translator
-from pipeline.inference.metrics import (
-    SACREMOSES,
-    are_characters,
-    mean_score,
-    of_one_reference,
-    paper_score,
-    reference_warnings,
-    require_moses_language,
-    score_and_compare,
-)
 from pipeline.inference.options import SearchOptions
 from pipeline.inference.text_io import SentenceWarnings, output_file, require_as_many
 from pipeline.inference.translator import Translator
@@ -77,7 +68,7 @@ def evaluate(
     if arguments.test_set is not None:
         require_test_set(arguments.test_set)
     if arguments.paper:
-        require_package(*SACREMOSES)
+        require_package(*metrics.SACREMOSES)
     checkpoints = [arguments.checkpoint, *([arguments.versus] if arguments.versus else [])]
     translators = [load_translator(path) for path in checkpoints]
     translators[0].prefixes.check(arguments.prefix)
@@ -91,10 +82,14 @@ def evaluate(
     translated = [translations(translator, text, options) for translator in translators]
     names = [translator.name for translator in translators]
     scored = Scored(names, translated, text.references, scores, *settings_of_scores)
-    warn_of_text(text, translated[0])
+    hypotheses = translated[0]
+    for message in metrics.reference_warnings(text.references[0], hypotheses):
+        print(f"{text.name}: its lines {message}", file=sys.stderr)
+    if sum(line.endswith(" .") for line in hypotheses) >= TOKENIZED_LINES and not metrics.are_characters(hypotheses):
+        print("the translations look tokenized: train on detokenized text for comparable scores", file=sys.stderr)
     if arguments.output:
         with output_file(arguments.output) as file:
-            file.write("".join(line + "\n" for line in translated[0]).encode())
+            file.write("".join(line + "\n" for line in hypotheses).encode())
     sources = {}
     for name, indices in text.by_part().items():
         print(f"{name}:")
@@ -107,14 +102,6 @@ def evaluate(
     figures |= {"test_set": text.name} if arguments.test_set else {}
     figures |= {name: getattr(settings, name) for name in ("beam_size", "length_penalty", "stop_rule")}
     print(json.dumps({**figures, "checkpoint": translators[0].name}))
-
-
-def warn_of_text(text: EvaluationText, hypotheses: list[str]) -> None:
-    """Print warnings about references and translations."""
-    for message in reference_warnings(text.references[0], hypotheses):
-        print(f"{text.name}: its lines {message}", file=sys.stderr)
-    if sum(line.endswith(" .") for line in hypotheses) >= TOKENIZED_LINES and not are_characters(hypotheses):
-        print("the translations look tokenized: train on detokenized text for comparable scores", file=sys.stderr)
 
 
 def text_of_model(translator: Translator, arguments: argparse.Namespace) -> EvaluationText:
@@ -157,14 +144,14 @@ def score_settings(
     """
     language = translator.recipe["corpus"]["target_language"]
     if arguments.paper:
-        require_moses_language(language)
+        metrics.require_moses_language(language)
         if text.references[1:]:
             raise InputError(f"--paper: is for one reference, and {text.name} has several; omit it")
     tokenizer = tokenizer_of(translator.recipe)
     if warning := spacing_warning(text.references[0], tokenizer):
         print(f"{text.name}: its lines {warning}", file=sys.stderr)
     requested = list(dict.fromkeys([*translator.recipe["run"]["metrics"], *arguments.metric]))
-    if text.references[1:] and (single := of_one_reference(requested)):
+    if text.references[1:] and (single := metrics.of_one_reference(requested)):
         print(f"{text.name}: without {', '.join(single)}, made for one reference of a sentence", file=sys.stderr)
     return tokenizer, requested, language if arguments.paper else None
 
@@ -173,26 +160,21 @@ def print_scores(scored: Scored) -> PlainValues:
     """Print a line for each score of a text, and return the scores."""
     (hypotheses, *others), (references, *more) = scored.translations, scored.references
     options: PlainValues = {"more": more, "requested": scored.requested, "other": next(iter(others), None)}
-    figures, versus = score_and_compare(hypotheses, references, scored.tokenizer, **options)
+    figures, versus = metrics.score_and_compare(hypotheses, references, scored.tokenizer, **options)
     if scored.language is not None:
-        figures |= paper_score(hypotheses, references, scored.language)
+        figures |= metrics.paper_score(hypotheses, references, scored.language)
     if scored.scores:
-        mean, difference = mean_score(*scored.scores)
+        mean, difference = metrics.mean_score(*scored.scores)
         figures, versus = figures | mean, versus | difference
     for name in [name for name in figures if f"{name}_interval" in figures]:
         low, high = figures[f"{name}_interval"]
         print(f"{name:20} {figures[name]:6.2f}  [{low:.2f}, {high:.2f}]  {figures[f'{name}_signature']}")
     if others:
         figures["versus"] = {"checkpoint": scored.names[1], **versus}
-        print_comparison(figures["versus"])
-    return {**figures, "sentences": len(references)}
-
-
-def print_comparison(versus: PlainValues) -> None:
-    """Print one line for each metric that was compared."""
     for name in [name for name in versus if f"{name}_difference" in versus]:
         significant = "significant" if versus[f"{name}_difference_is_real"] else "not significant"
         print(
-            f"{name:20} {versus[f'{name}_difference']:+6.2f}  against {versus[name]:.2f} of {versus['checkpoint']}: "
+            f"{name:20} {versus[f'{name}_difference']:+6.2f}  against {versus[name]:.2f} of {scored.names[1]}: "
             f"the difference is {significant} (paired bootstrap, p = {versus[f'{name}_p_value']:.3f})"
         )
+    return {**figures, "sentences": len(references)}

@@ -13,7 +13,7 @@ from data_module.errors import InputError
 from data_module.files import PlainValues
 from data_module.registry import did_you_mean
 from data_module.settings import CorpusSettings
-from pipeline.config.schema import Checker
+from pipeline.config.recipe import stored_settings
 from pipeline.inference.bleu_tokenizer import language_code
 from pipeline.inference.options import Prefixes, with_prefix
 from pipeline.inference.text_io import read_sentences
@@ -57,11 +57,7 @@ def text_of_recipe(corpus: PlainValues) -> EvaluationText:
     Raises InputError if the recipe names no test text, a source cannot be read or has sides of unequal length, or no
     pair is left.
     """
-    checker = Checker({})
-    settings = checker.dataclass(corpus, CorpusSettings, "corpus.")
-    if checker.mistakes:
-        raise InputError(f"the recipe's corpus.test cannot be read: {'; '.join(checker.mistakes)}")
-    assert isinstance(settings, CorpusSettings)
+    settings = stored_settings(corpus, CorpusSettings, "corpus")
     if not settings.test:
         raise InputError("the recipe has no corpus.test; give a text to score with --source FILE and --reference FILE")
     result = EvaluationText("corpus.test", [], [[]], [], [])
@@ -90,7 +86,6 @@ def text_of_test_set(name: str, source_language: str, target_language: str, pref
     Raises InputError if there is no such set, it lacks the pair of languages, or it is not in sacreBLEU's folder and
     cannot be downloaded.
     """
-    require_test_set(name)
     pair = f"{language_code(source_language)}-{language_code(target_language)}"
     pairs = sorted(DATASETS[name].langpairs)
     if pair not in pairs:

@@ -49,8 +49,12 @@ def score_text(arguments: argparse.Namespace, pairs: Iterator[Pair], total: int 
         costs, strange = array("d"), unknown_symbols(models)
         for one in scored:
             costs.append(_cost(one, strange))
+            columns = _numbers(one)
+            if arguments.pieces:
+                pieces, scores = zip(*one.pieces, strict=True) if one.pieces else ((), ())
+                columns += [" ".join(pieces), " ".join(f"{score:.4f}" for score in scores)]
             try:
-                print(*_numbers(one), *(_piece_columns(one.pieces) if arguments.pieces else []), sep="\t")
+                print(*columns, sep="\t")
             except BrokenPipeError:
                 if file is None and arguments.keep is None:
                     raise
@@ -142,11 +146,6 @@ def _write_kept(arguments: argparse.Namespace, costs: np.ndarray) -> None:
             if is_kept:
                 source.write(f"{pair.source}\n".encode())
                 target.write(f"{pair.target}\n".encode())
-
-
-def _piece_columns(pieces: Pieces) -> list[str]:
-    """Return the pieces and their log-probabilities, each in a column."""
-    return [" ".join(piece for piece, _ in pieces), " ".join(f"{score:.4f}" for _, score in pieces)]
 
 
 def _print_best(scored: Iterable[ScoredPair], n_best: int) -> None:
