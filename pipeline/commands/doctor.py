@@ -1,4 +1,4 @@
-"""Check this machine, the SLURM job and a recipe before training.
+"""Check this machine, the SLURM job and a recipe before training. The options are those of `fit`.
 
 Prints a line per check: `ok`, or `WRONG` with what is wrong and what to do. The exit code is 1 if a check failed, 69 if
 ranks of a job are missing or do not respond, which the next start may not repeat.
@@ -7,21 +7,13 @@ ranks of a job are missing or do not respond, which the next start may not repea
 import argparse
 
 from data_module.errors import InputError
-from data_module.files import user_path
-from pipeline.config.recipe import add_recipe_arguments
+from pipeline.commands import fit
 from pipeline.runtime.launch import RANKS_MISSING, current_step, report_mistake_to_script
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options, which are those of `fit`."""
-    add_recipe_arguments(parser, required=False)
-    parser.add_argument("--fresh", action="store_true", help="check for a run of `fit --fresh`")
-    parser.add_argument(
-        "--init-from",
-        type=user_path,
-        metavar="CHECKPOINT",
-        help="check the weights that `fit --init-from` would start from",
-    )
+    """Add the options of `fit`; a recipe is not needed to check the machine."""
+    fit.add_arguments(parser, needs_recipe=False)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -13,9 +13,9 @@ from pipeline.runtime.launch import process_rank, reports_exit_code
 from pipeline.runtime.signals import Stopped
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, needs_recipe: bool = True) -> None:
     """Add the command's options."""
-    add_recipe_arguments(parser)
+    add_recipe_arguments(parser, required=needs_recipe)
     parser.add_argument("--fresh", action="store_true", help="start over: remove the existing run")
     parser.add_argument(
         "--init-from",

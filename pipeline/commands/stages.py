@@ -115,7 +115,9 @@ def run_stages(folder: Path, stages: Sequence[Stage], only: str | None) -> int:
             except StageFailed as failed:
                 report(f"{stage.name} ended with exit code {failed.code}; run the same command again to go on")
                 return failed.code
-            _mark(folder, stage)
+            hashes = {str(path): _sha256(path) for path in (*stage.reads, *stage.writes)}
+            with atomic_file(_mark_file(folder, stage)) as file:
+                file.write(json.dumps(hashes, indent=1).encode())
             left.remove(stage)
     return 0
 
@@ -163,12 +165,6 @@ def _end_with(parent: int) -> None:
 
 def _mark_file(folder: Path, stage: Stage) -> Path:
     return folder / "done" / f"{stage.name}.json"
-
-
-def _mark(folder: Path, stage: Stage) -> None:
-    hashes = {str(path): _sha256(path) for path in (*stage.reads, *stage.writes)}
-    with atomic_file(_mark_file(folder, stage)) as file:
-        file.write(json.dumps(hashes, indent=1).encode())
 
 
 def _is_done(folder: Path, stage: Stage) -> bool:

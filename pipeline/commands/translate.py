@@ -13,7 +13,7 @@ translations are drawn at random, each from the seed and the number of its line.
 import argparse
 import sys
 from dataclasses import replace
-from io import BufferedReader, FileIO
+from io import FileIO
 
 from data_module.errors import InputError
 from data_module.files import user_path
@@ -80,12 +80,11 @@ def run(arguments: argparse.Namespace) -> int:
         num_lines = count_lines(arguments.source) if arguments.source else None
         require_target_prefixes(arguments.target_prefixes, num_lines, str(arguments.source))
     # Before the checkpoint is loaded, so that a missing file is reported at once.
-    stream = open_file(arguments.source) if arguments.source else _standard_input()
+    if arguments.source:
+        stream = open_file(arguments.source)
+    else:
+        file = FileIO(sys.stdin.fileno(), closefd=False)
+        stream = text_reader(file, "standard input", file)
     from pipeline.inference.text_translation import translate_text  # torch
 
     return translate_text(arguments, options, stream)
-
-
-def _standard_input() -> BufferedReader:
-    file = FileIO(sys.stdin.fileno(), closefd=False)
-    return text_reader(file, "standard input", file)

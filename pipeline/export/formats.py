@@ -101,9 +101,9 @@ class SearchRunner(Runner):
 
     own_beam = True
 
-    def __init__(self, search: Any, model: TrainedModel) -> None:
+    def __init__(self, search: Any, model: TrainedModel, n_best: int | None = None, has_greedy: bool = True) -> None:
         super().__init__(model)
-        self.search = search
+        self.search, self.n_best, self.has_greedy = search, n_best, has_greedy
 
     def beam(self, sources: list[Ids]) -> list[list[Answer]]:
         """Return all hypotheses of the final beam, best first."""
@@ -282,12 +282,6 @@ def write_torchscript(network: Transformer, tokenizer: Tokenizer, card: str, pat
     path.write_bytes(buffer.getbuffer())
 
 
-def _load_exported_program(bundle: Bundle, path: Path, precision: str) -> Runner:
-    runner = SearchRunner(ExportedSearch(path), bundle.model)
-    runner.n_best, runner.has_greedy = bundle.n_best, False
-    return runner
-
-
 def _load_cpp(bundle: Bundle, folder: Path, precision: str) -> Runner:
     tokenizer = bundle.model.tokenizer
     ids = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
@@ -318,7 +312,9 @@ FORMATS = {
     "model.pt2": Format(
         lambda model: require_exported_program(),
         lambda bundle, path: write_exported_program(bundle.model, bundle.n_best, bundle.card, path),
-        _load_exported_program,
+        lambda bundle, path, precision: SearchRunner(
+            ExportedSearch(path), bundle.model, bundle.n_best, has_greedy=False
+        ),
     ),
     "onnx": Format(
         lambda model: require_onnx(),

@@ -66,8 +66,8 @@ class ValidationSamples(Callback):
         self._longest = heapq.nlargest(NUM_LONGEST, self._translated, key=lambda pair: (self._lengths[pair], -pair))
         self._shown = {*self.samples, *self._longest}
         self._bleu_tokenizer, self._text_sources = bleu_tokenizer, text_sources
-        self._requested = [*requested, best_by]
-        self._metrics = self._new_metrics()
+        names = text_sources.names if text_sources else ()
+        self._metrics = ValidationMetrics(bleu_tokenizer, names, [*requested, best_by])
         self._kept: dict[int, Translation] = {}
         self._worst: list[Translation] = []
         self._best_by = best_by
@@ -82,12 +82,8 @@ class ValidationSamples(Callback):
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset the metrics and forget the translations of the last validation."""
-        self._metrics = self._new_metrics().to(pl_module.device)
+        self._metrics.to(pl_module.device).reset()
         self._kept, self._worst = {}, []
-
-    def _new_metrics(self) -> ValidationMetrics:
-        sources = self._text_sources.names if self._text_sources else ()
-        return ValidationMetrics(self._bleu_tokenizer, sources, self._requested)
 
     def on_validation_batch_end(
         self,

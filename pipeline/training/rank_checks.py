@@ -5,6 +5,7 @@ that grows with the number of ranks: `patience_seconds`.
 """
 
 import hashlib
+import ipaddress
 import os
 import socket
 import threading
@@ -86,7 +87,7 @@ class RankGroup:
         if self.job.num_nodes == 1:
             use_loopback()
         address = socket.getaddrinfo(meeting.host, meeting.ports[0], type=socket.SOCK_STREAM)[0][4][0]
-        self.first_node_is_local = _is_loopback(str(address))
+        self.first_node_is_local = ipaddress.ip_address(str(address)).is_loopback
         self.exit_after(3 * self.wait)
 
     @_rank_0_answers()
@@ -171,17 +172,13 @@ def _check_interfaces(first_node_is_local: bool) -> Iterator[CheckResult]:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)}
     except OSError:
         addresses = set()
-    unreachable = all(map(_is_loopback, addresses))
+    unreachable = all(ipaddress.ip_address(address).is_loopback for address in addresses)
     if unreachable and not first_node_is_local and not os.environ.get("GLOO_SOCKET_IFNAME"):
         yield CheckResult(
             False,
             f"this node's name {socket.gethostname()} resolves to the node itself, so gloo on other nodes cannot reach "
             f"it; export GLOO_SOCKET_IFNAME=the interface between nodes ({', '.join(existing)})",
         )
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
 
 
 def _check_shared_corpus(ranks: RankGroup, folder: Path) -> Iterator[CheckResult]:
