@@ -180,7 +180,7 @@ class CheckpointCallback(Callback):
         self._bytes = checkpoint_bytes(sum(one.nbytes for one in pl_module.parameters()), self._with_average)
         if trainer.is_global_zero:
             size = self._bytes + self._metadata["tokenizer"].nbytes + _COPY_SLACK
-            checkpoint_io(trainer).reserve(size, trainer.num_devices)
+            checkpoint_io(trainer).copy.reserve(size, trainer.num_devices)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the step that the run resumes from, and print how much disk and memory checkpoints need."""

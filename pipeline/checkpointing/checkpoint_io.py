@@ -111,37 +111,28 @@ class WriteOptions:
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Write Lightning's checkpoints under a temporary name, then rename them.
 
-    After `reserve`, training waits only until the contents are copied to host memory; a thread then writes them. At
-    most one write is in flight: the next one waits for it. Lightning calls this object on rank 0 only.
+    After `copy.reserve`, training waits only until the contents are copied to host memory; a thread then writes them.
+    At most one write is in flight: the next one waits for it. Lightning calls this object on rank 0 only.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._copy = HostCopy()
+        self.copy = HostCopy()
         self._write: Future[None] | None = None
         """The write in flight, or a failed one whose error has not been raised yet."""
-
-    def reserve(self, size: int, processes: int) -> None:
-        """Write in the background from now on if the host has room for a copy of `size` bytes; see `HostCopy`."""
-        self._copy.reserve(size, processes)
 
     def release(self) -> None:
         """Give the copy's memory back, if there is one, and write in the foreground from now on."""
         self.wait()
-        if self.copy_bytes:
-            self._copy.refusal = f"the micro-batches and a copy of {self.copy_bytes / 1e6:,.0f} MB do not fit together"
-        self._copy.release()
-
-    @property
-    def copy_bytes(self) -> int:
-        """Host memory that is reserved for the copy; 0 if checkpoints are written in the foreground."""
-        return self._copy.size
+        if self.copy.size:
+            self.copy.refusal = f"the micro-batches and a copy of {self.copy.size / 1e6:,.0f} MB do not fit together"
+        self.copy.release()
 
     def describe(self) -> str:
         """Say how checkpoints are written, for the line that `fit` prints at its start."""
-        if self.copy_bytes:
-            return f"written in the background from a copy in memory of {self.copy_bytes / 1e6:,.0f} MB"
-        return f"training waits while they are written: {self._copy.refusal}"
+        if self.copy.size:
+            return f"written in the background from a copy in memory of {self.copy.size / 1e6:,.0f} MB"
+        return f"training waits while they are written: {self.copy.refusal}"
 
     def save_checkpoint(
         self, checkpoint: PlainValues, path: str | Path, storage_options: WriteOptions | None = None
@@ -158,8 +149,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         # All copies use the same memory, so the previous one must be on disk. Its error ends the run here: a run that
         # went on with a full disk would have ever older checkpoints.
         self.wait()
-        had_copy = bool(self.copy_bytes)
-        copied = self._copy.take(checkpoint)
+        had_copy = bool(self.copy.size)
+        copied = self.copy.take(checkpoint)
 
         def write() -> None:
             for file in files:
@@ -205,7 +196,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         except Exception as error:
             message = user_message(error) or f"{type(error).__name__}: {error}"
             say(f"warning: the last checkpoint was not written: {message}")
-        self._copy.release()
+        self.copy.release()
         super().teardown()
 
 

@@ -93,18 +93,8 @@ def text_of_test_set(name: str, source_language: str, target_language: str, pref
             f"--test-set {name}: has no {pair} (corpus.source_language and corpus.target_language of the model); it has"
             f" {', '.join(pairs)}"
         )
-    paths = _files(name, pair)
-    texts = [[line.strip() for line in read_sentences(path)] for path in paths]
-    if not texts[0] or any(len(lines) != len(texts[0]) for lines in texts):
-        raise InputError(f"--test-set {name}: {paths[0]} and {paths[1]} do not pair up; remove them and try again")
-    return text_of_files(f"{name} {pair}", name, prefix, texts)
-
-
-def _files(name: str, pair: str) -> list[Path]:
-    """Return the files of source and references; sacreBLEU downloads them if they do not exist."""
-    data_set = DATASETS[name]
-    try:
-        return [Path(path) for path in (data_set.get_source_file(pair), *data_set.get_reference_files(pair))]
+    try:  # sacreBLEU downloads files that do not exist.
+        files = [DATASETS[name].get_source_file(pair), *DATASETS[name].get_reference_files(pair)]
     except (OSError, SystemExit) as error:
         folder = Path(SACREBLEU_DIR) / name
         reason = "" if isinstance(error, SystemExit) else f" ({error})"
@@ -113,3 +103,8 @@ def _files(name: str, pair: str) -> list[Path]:
             f" sacrebleu -t {name} -l {pair} --echo src, and copy ~/.sacrebleu/{name} from there to {folder}, or set"
             " SACREBLEU to a copy of ~/.sacrebleu"
         ) from None
+    paths = [Path(file) for file in files]
+    texts = [[line.strip() for line in read_sentences(path)] for path in paths]
+    if not texts[0] or any(len(lines) != len(texts[0]) for lines in texts):
+        raise InputError(f"--test-set {name}: {paths[0]} and {paths[1]} do not pair up; remove them and try again")
+    return text_of_files(f"{name} {pair}", name, prefix, texts)

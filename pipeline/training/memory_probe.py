@@ -68,7 +68,7 @@ class MemoryProbe(Callback):
         del moments
         pl_module.zero_grad()
         if not on_gpu:
-            copy = checkpoint_io(trainer).copy_bytes
+            copy = checkpoint_io(trainer).copy.size
             peak = copy + int(min(_SLACK * (peak - copy), max(peak, 0.95 * limit.size) - copy))
             self._kept_at_most = peak
         say(
@@ -109,7 +109,7 @@ class MemoryProbe(Callback):
             growth = (peak - smaller_peak) / (size - smaller)
             fixed = peak - size * growth
             if fixed + following * growth > limit.size:
-                copy = writer.copy_bytes
+                copy = writer.copy.size
                 writer.release()
                 peak, fixed = peak - copy, fixed - copy
             if fixed + following * growth > limit.size:

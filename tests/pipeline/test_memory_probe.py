@@ -145,7 +145,7 @@ def test_the_copy_for_checkpoints_is_counted_and_given_up_where_it_does_not_fit(
     limit = MemoryLimit(private_memory() + (room << 20), "this test")
     monkeypatch.setattr("pipeline.training.memory_probe.host_memory_limit", lambda processes: limit)
     writer = AtomicCheckpointIO()
-    writer.reserve(600 << 20, processes=1)
+    writer.copy.reserve(600 << 20, processes=1)
     before, probe = resident_memory(), RecordCopy(writer)
     fit(tiny_corpus, SMALL, 1, None, probe, writer=writer)
     assert probe.seen == [600 << 20 if fits else 0]
@@ -169,7 +169,7 @@ class RecordCopy(Callback):
         self.seen: list[int] = []
 
     def on_train_start(self, *_: object) -> None:
-        self.seen.append(self.writer.copy_bytes)
+        self.seen.append(self.writer.copy.size)
 
 
 def test_a_run_is_not_removed_for_one_that_does_not_fit(
