@@ -32,9 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--n-best", type=int, metavar="N", help="--target is an n-best list: print its N best, sorted")
     parser.add_argument(
-        "--pieces",
-        action="store_true",
-        help="add two columns: the target's pieces, and the log-probability of each",
+        "--pieces", action="store_true", help="add two columns: the target's pieces, and the log-probability of each"
     )
     parser.add_argument(
         "--alignments", type=user_path, metavar="FILE", help="write the pairs of aligned words, as in 0-0 1-2, to FILE"

@@ -94,14 +94,7 @@ def _load_bundle(folder: Path, device: str) -> Translator:
         raise InputError(f"{folder}: tokenizer.model, card.json and {path.name} do not belong together; {START_OVER}")
     # The first call compiles, which threads must not do at the same time.
     search.greedy(torch.tensor([[tokenizer.eos_id]], device=device), None, 0)
-    return Translator(
-        search,
-        tokenizer,
-        recipe.decoding,
-        device=device,
-        name=str(path),
-        recipe=recipe.as_dict(),
-    )
+    return Translator(search, tokenizer, recipe.decoding, device=device, name=str(path), recipe=recipe.as_dict())
 
 
 def _recipe_of(path: Path) -> tuple[Recipe, str]:

@@ -23,13 +23,7 @@ from model.training_module import StepOutputs, TranslationModule
 from pipeline.compat.pytorch import call_after_backward
 from pipeline.config.settings import LIKELIHOOD, validation_tag
 from pipeline.inference.metrics import title_and_score
-from pipeline.monitoring.performance import (
-    RankBackend,
-    Stragglers,
-    matmul_rate,
-    other_backends,
-    slowest_rank,
-)
+from pipeline.monitoring.performance import RankBackend, Stragglers, matmul_rate, other_backends, slowest_rank
 from pipeline.monitoring.validation_metrics import quality
 from pipeline.runtime.console import say
 from pipeline.runtime.devices import mixed_processors_mistake, processor_name

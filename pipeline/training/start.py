@@ -13,13 +13,7 @@ from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DECAY_TO_LAST_STEP, changed_keys, with_defaults
 from pipeline.checkpointing.checkpoint import read_checkpoint, resolve_checkpoint
 from pipeline.checkpointing.resume_point import ResumePoint, read_resume_point
-from pipeline.checkpointing.run_folder import (
-    STOPPED_EARLY,
-    RunFolder,
-    check_same_run,
-    latest_valid,
-    should_reset,
-)
+from pipeline.checkpointing.run_folder import STOPPED_EARLY, RunFolder, check_same_run, latest_valid, should_reset
 from pipeline.config.recipe import Recipe
 from pipeline.inference.bleu_tokenizer import Choice, choose_tokenizer
 from pipeline.inference.metrics import title
