@@ -27,6 +27,8 @@ from pipeline.training.recipe_checks import CheckResult, Report
 from pipeline.training.trainer import make_trainer, trainer_options
 from tests.conftest import ROOT, program
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
 FORK = multiprocessing.get_context("fork")
 STEP = JobStep(job="7", rank=0, local_rank=0, num_tasks=2, num_nodes=2, tasks_per_node=1, restarts=0)
 
@@ -95,7 +97,6 @@ def nothing() -> None:
     """No fault."""
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_two_ranks_find_nothing_wrong(tiny_corpus: Path, tmp_path: Path) -> None:
     """Each rank has its own copy of the corpus; version 1.0.0 noted runs in rank 0's."""
     corpora = [Path(shutil.copytree(tiny_corpus, tmp_path / name)) for name in ("ours", "theirs")]
@@ -108,7 +109,6 @@ def test_two_ranks_find_nothing_wrong(tiny_corpus: Path, tmp_path: Path) -> None
     assert not list(tmp_path.glob(".doctor*"))
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_what_differs_between_two_ranks(tmp_path: Path) -> None:
     """A package, a byte of the corpus and the run folder; the rank with the fault reports it."""
 
@@ -154,7 +154,6 @@ def test_tasks_and_gpus_of_a_node(tasks: int, visible: int, allocated: str) -> N
         assert gpus_mistake(step, 1, {"SLURM_GPUS_ON_NODE": "1", "SLURM_GPUS_PER_TASK": "1"}) is None
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_two_ranks_with_the_same_gpu(tiny_corpus: Path, tmp_path: Path) -> None:
     """NCCL, which would refuse it in other words, is not asked."""
 
