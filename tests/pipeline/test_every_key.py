@@ -155,10 +155,7 @@ KEYS: dict[str, tuple[object, Use | None]] = {
     "corpus.test": (TEXTS["test"], None),
     "corpus.source_language": ("en", lambda b: OwnReader.languages_of["other"][0]),
     "corpus.target_language": ("de", lambda b: OwnReader.languages_of["other"][1]),
-    "corpus.vocabulary_size": (
-        330,
-        lambda b: same([b.tokenizer.vocabulary_size, b.module.network.vocabulary_size]),
-    ),
+    "corpus.vocabulary_size": (330, lambda b: same([b.tokenizer.vocabulary_size, b.module.network.vocabulary_size])),
     "corpus.tokenizer_sentences": (100, None),
     "corpus.split_digits": (True, lambda b: b.tokenizer.splits_digits),
     "corpus.character_coverage": (0.99, None),
@@ -347,19 +344,12 @@ def built(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         patch.setitem(OPTIMIZERS, "own", own_optimizer)
         # Nothing is compiled here.
         patch.setattr("pipeline.runtime.backend.missing_compiler", lambda: None)
-        # As torchrun starts the first of two nodes.
-        for name, number in {
-            "WORLD_SIZE": 4,
-            "LOCAL_WORLD_SIZE": 2,
-            "RANK": 0,
-            "LOCAL_RANK": 0,
-            "GROUP_RANK": 0,
-        }.items():
-            patch.setenv(name, str(number))
-        for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"):
-            patch.setenv(name, "1")
-        # Trainer sets these.
-        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # As torchrun starts the first of two nodes; the last variable is one that Trainer sets, as the benchmark is.
+        environment: dict[str, object] = {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "RANK": 0, "LOCAL_RANK": 0}
+        environment |= dict.fromkeys(("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"), 1)
+        environment |= {"GROUP_RANK": 0, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        for name, value in environment.items():
+            patch.setenv(name, str(value))
         patch.setattr(torch.backends.cudnn, "benchmark", True)
         write_texts()
         recipe = recipe_from_dict(values)
