@@ -100,15 +100,11 @@ def test_a_difference_that_chance_gives_in_1_of_20_test_sets_is_not_real(monkeyp
         assert figures["bleu_difference_is_real"] is figures["chrf_difference_is_real"] is is_real
 
 
-def test_scores_are_rounded_to_four_places_and_sacrebleu_is_silent(caplog: pytest.LogCaptureFixture) -> None:
-    """sacreBLEU would warn of tokenized text, which `paper_score` makes."""
-    hypotheses = ["ein Hund läuft sehr schnell.", "zwei Hunde laufen schnell."] * 60
-    references = ["ein Hund läuft so schnell.", "drei Hunde laufen schnell."] * 60
-    figures = paper_score(hypotheses, references, "de")
+def test_sacrebleu_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    """It would warn of tokenized text, which `paper_score` makes."""
+    lines = ["ein Hund läuft sehr schnell.", "zwei Hunde laufen schnell."] * 60
+    paper_score(lines, lines, "de")
     assert not caplog.records
-    for name in ("bleu_paper", "bleu_moses_lowercase"):
-        for value in (figures[name], *figures[f"{name}_interval"]):
-            assert value == round(value, 4)
 
 
 @pytest.mark.parametrize(

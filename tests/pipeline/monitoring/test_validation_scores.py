@@ -81,14 +81,6 @@ def test_each_text_source_has_its_scores() -> None:
     assert apart == {f"validation/exact_match/{name}": 0.0 for name in ("de", "fr")}
 
 
-def test_empty_translations_count_in_their_bucket_and_source() -> None:
-    metric = ValidationMetrics(sources=["de", "fr"])
-    metric.update([""], ["yes"], [[]], [25], 1)
-    scores = metric.compute()
-    assert scores["validation_bleu_by_length/21-30_pieces"] == scores["validation/bleu/fr"] == 0.0
-    assert "validation/bleu/de" not in scores
-
-
 @pytest.mark.parametrize(
     ("name", "lengths"),
     [
