@@ -21,11 +21,7 @@ def spm(lines: list[str], size: int) -> bytes:
     """A small sentencepiece model with sentencepiece's own special ids and normalization."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines),
-        model_writer=model,
-        vocab_size=size,
-        hard_vocab_limit=False,
-        minloglevel=2,
+        sentence_iterator=iter(lines), model_writer=model, vocab_size=size, hard_vocab_limit=False, minloglevel=2
     )
     return model.getvalue()
 

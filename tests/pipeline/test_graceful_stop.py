@@ -32,11 +32,7 @@ from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.signals import Stopped
 from pipeline.runtime.step_clock import StepClock
 from pipeline.training import graceful_stop
-from pipeline.training.graceful_stop import (
-    FailureReport,
-    GracefulStop,
-    StopConsensus,
-)
+from pipeline.training.graceful_stop import FailureReport, GracefulStop, StopConsensus
 from tests.conftest import ALONE, ROOT
 
 SERVER = multiprocessing.get_context("forkserver")
@@ -190,11 +186,7 @@ def validation_is_pending(checkpoint: Path) -> bool:
 
 
 def train_on_ranks(
-    folder: Path,
-    corpus: Path,
-    *events: Event | None,
-    max_steps: int = 20,
-    max_seconds: float | None = None,
+    folder: Path, corpus: Path, *events: Event | None, max_steps: int = 20, max_seconds: float | None = None
 ) -> list[str]:
     """Train on one rank per event; return how training ended on each rank."""
     tokenizer = corpus / "tokenizer.model"

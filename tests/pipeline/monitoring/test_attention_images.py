@@ -107,11 +107,7 @@ def test_the_font_has_the_letters_of_many_languages() -> None:
 def test_a_side_that_no_font_can_write_is_numbered() -> None:
     source, target = ["▁two", "▁dogs"], ["二匹", "か", "a"]
     by_axis, note, _ = axis_labels(source, target, "<s>", "</s>")
-    assert by_axis == {
-        "source": [*source, "</s>"],
-        "next": ["1", "2", "3", "</s>"],
-        "previous": ["<s>", "1", "2", "3"],
-    }
+    assert by_axis == {"source": [*source, "</s>"], "next": ["1", "2", "3", "</s>"], "previous": ["<s>", "1", "2", "3"]}
     assert note == "target pieces are numbered: no font has glyphs for U+304B, U+4E8C, U+5339"
     _, note, _ = axis_labels(["가나다라마"], ["ก"], "<s>", "</s>")
     assert note.startswith("source and target pieces are numbered: no font has glyphs for U+0E01, U+AC00, ")
