@@ -1,37 +1,56 @@
-"""Ranks that connect to one another, and what is said of those that do not."""
+"""Ranks that connect to one another, whoever else connects or listens, and what is said of those that do not."""
 
 import errno
+import itertools
+import json
 import multiprocessing
 import os
-import shutil
 import signal
 import socket
+import tempfile
 import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from pipeline.__main__ import main
+from data_module.errors import InputError
 from pipeline.runtime import rendezvous, signals
 from pipeline.runtime.console import RendezvousError
 from pipeline.runtime.launch import RANKS_MISSING
-from pipeline.runtime.rank_messages import set_key, signed
-from pipeline.runtime.ranks_token import RANKS_TOKEN
+from pipeline.runtime.rank_messages import StrangerError, post, read, set_key, signed, verified
+from pipeline.runtime.ranks_token import RANKS_TOKEN, find_token, remove_token, write_token
 from pipeline.runtime.rendezvous import _STORE, Rendezvous, _own_part, patience_seconds
 from pipeline.training.trainer import ConnectedDDP
-from tests.conftest import pipeline
+from tests.conftest import run_here
 
 HOST, TOKEN = "127.0.0.1", "a" * 64
+FORK = multiprocessing.get_context("fork")
+PATIENCE_SECONDS = 120
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports in a row on which nobody listens now."""
+    while True:
+        with socket.create_server((HOST, 0)) as server:
+            first = int(server.getsockname()[1])
+        try:
+            for port in range(first, first + count):
+                socket.create_server((HOST, port)).close()
+        except OSError:
+            continue
+        return list(range(first, first + count))
 
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server((HOST, 0)) as server:
-        return int(server.getsockname()[1])
+    return free_ports(1)[0]
 
 
 @pytest.fixture(autouse=True)
@@ -41,18 +60,26 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "node_name", lambda: "here")
 
 
-def outcomes(port: int, size: int, ranks: list[int], timeout_seconds: float) -> list[str]:
-    """What some ranks of a run find, each in a thread: an empty string if all have connected."""
-    found, stores = [""] * len(ranks), []
+def meet(
+    ports: list[int],
+    size: int,
+    ranks: list[int],
+    timeout_seconds: float = PATIENCE_SECONDS,
+    listener: socket.socket | None = None,
+) -> list[Any]:
+    """Let some ranks of a start meet, each in a thread; return their stores, or in place of one why it has none."""
+    found: list[Any] = [None] * len(ranks)
 
     def connect(index: int) -> None:
-        meeting = Rendezvous(HOST, [port], ranks[index], size, timeout_seconds, ["here", "there"])
+        rank = ranks[index]
+        meeting = Rendezvous(HOST, ports, rank, size, timeout_seconds, ["here", "there"], start="7.0.0")
+        meeting.listener = None if rank else listener
         try:
-            stores.append(meeting.connect())
+            found[index] = meeting.connect()
         except RendezvousError as error:
             found[index] = str(error)
 
-    threads = [threading.Thread(target=connect, args=(index,)) for index in range(len(ranks))]
+    threads = [threading.Thread(target=connect, args=(index,), daemon=True) for index in range(len(ranks))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -60,8 +87,8 @@ def outcomes(port: int, size: int, ranks: list[int], timeout_seconds: float) -> 
     return found
 
 
-def test_all_ranks_meet(port: int) -> None:
-    assert outcomes(port, 3, [2, 0, 1], 60) == ["", "", ""]
+def all_have_met(found: list[Any]) -> bool:
+    return all(isinstance(one, dist.Store) for one in found)
 
 
 def test_ranks_that_torchrun_has_started_again_meet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +98,7 @@ def test_ranks_that_torchrun_has_started_again_meet(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv(RANKS_TOKEN)
     monkeypatch.setattr(rendezvous.secrets, "token_hex", lambda _: TOKEN)  # threads share their key
     for _ in range(2):
-        assert outcomes(agent.port, 3, [2, 1, 0], 60) == ["", "", ""]
+        assert all_have_met(meet([agent.port], 3, [2, 1, 0]))
 
 
 def test_patience_grows_with_the_number_of_ranks() -> None:
@@ -80,7 +107,7 @@ def test_patience_grows_with_the_number_of_ranks() -> None:
 
 def test_ranks_that_are_missing(port: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Rank 0 names them, after a while and at the end, and the ranks that have connected say the same."""
-    first, second = outcomes(port, 4, [0, 2], 3)
+    first, second = meet([port], 4, [0, 2], 3)
     assert first == second
     assert first == (
         f"ranks 1, 3 (all of there) did not connect to rank 0 at {HOST}:{port} within 3 s; see their messages, or"
@@ -92,7 +119,7 @@ def test_ranks_that_are_missing(port: int, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_rank_0_is_missing(port: int, capsys: pytest.CaptureFixture[str]) -> None:
-    [found] = outcomes(port, 2, [1], 1.5)
+    [found] = meet([port], 2, [1], 1.5)
     assert found.startswith(
         f"cannot connect to rank 0 at {HOST}:{port} within 1.5 s (Connection refused); see its mess"
     )
@@ -100,7 +127,7 @@ def test_rank_0_is_missing(port: int, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_rank_0_ends_before_all_have_met(port: int) -> None:
-    set_key(TOKEN, "")
+    set_key(TOKEN, "7.0.0")
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     part = _own_part(store)
     part.set("rendezvous/0", signed("rendezvous/0", {"settings": {"number of ranks": 2}}))
@@ -116,54 +143,64 @@ def test_rank_0_ends_before_all_have_met(port: int) -> None:
 
     ending = threading.Thread(target=end)
     ending.start()
-    [found] = outcomes(port, 2, [1], timeout_seconds=60)
+    [found] = meet([port], 2, [1])
     ending.join()
     assert found == f"rank 0 at {HOST}:{port} has ended; see its messages, or check its node"
 
 
 def test_a_port_that_is_in_use(port: int) -> None:
     with socket.create_server((HOST, port)):
-        [found] = outcomes(port, 2, [0], 60)
+        [found] = meet([port], 2, [0])
     assert found.startswith(f"cannot listen on {HOST}:{port} for other ranks (Address already in use); export another")
 
 
-def test_a_name_that_does_not_resolve(port: int) -> None:
-    with pytest.raises(RendezvousError, match=r"^the first node's name no\.such\.node\.invalid does not resolve \("):
-        Rendezvous("no.such.node.invalid", [port], 1, 2, 60).connect()
-
-
-FIRST_OF_TWO = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NTASKS": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-    "SLURM_STEP_NODELIST": "node1,node2",
-    "SLURMD_NODENAME": "node1",
-    "MASTER_ADDR": HOST,
-}
-
-
-def test_a_missing_rank_is_no_mistake_for_doctor(
-    port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Another exit code, and no file that ends the job."""
-    for name, value in {**FIRST_OF_TWO, "MASTER_PORT": str(port), "MISTAKE_FILE": str(tmp_path / "mistake")}.items():
+@pytest.fixture
+def first_of_two(port: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Make this process the first of two tasks, of which the other does not come; return what is said of that."""
+    environment = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_STEP_NODELIST": "node1,node2",
+        "SLURMD_NODENAME": "node1",
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(port),
+    }
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(rendezvous, "node_name", lambda: "node1")
     monkeypatch.setattr(rendezvous, "patience_seconds", lambda ranks: ranks / 2)
-    assert main(["doctor"]) == RANKS_MISSING
-    assert capsys.readouterr().out == (
-        f"WRONG ranks 1 (all of node2) did not connect to rank 0 at {HOST}:{port} within 1 s; see their messages, or"
-        " check their nodes and firewalls between nodes [node1 rank 0]\n"
+    return (
+        f"ranks 1 (all of node2) did not connect to rank 0 at {HOST}:{port} within 1 s; see their messages, or check"
+        " their nodes and firewalls between nodes"
     )
+
+
+def test_a_missing_rank_is_no_mistake_for_doctor(
+    first_of_two: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another exit code, and no file that ends the job."""
+    monkeypatch.setenv("MISTAKE_FILE", str(tmp_path / "mistake"))
+    assert run_here("doctor", code=RANKS_MISSING)[0] == f"WRONG {first_of_two} [node1 rank 0]\n"
     assert not (tmp_path / "mistake").exists()
     monkeypatch.setenv("MASTER_PORT", "none")
-    assert main(["doctor"]) == 1
+    run_here("doctor", code=1)
     assert (tmp_path / "mistake").exists()
 
 
+def test_fit_says_who_is_missing_in_one_line(first_of_two: str, recipe_file: Path, tmp_path: Path) -> None:
+    """The exit code is that of a failure after which a job starts again."""
+    _, said = run_here("fit", recipe_file, "--run.folder", tmp_path / "run", "--run.timeout_seconds", 1, code=1)
+    up_to_date, backend, line = said.splitlines()
+    assert up_to_date.endswith("is up to date")
+    assert backend.startswith("backend: ")
+    assert line == f"error: rank 0 on node1: {first_of_two}"
+
+
+@pytest.mark.usefixtures("first_of_two")
 @pytest.mark.parametrize(
     ("patched", "error", "code"),
     [
@@ -175,40 +212,18 @@ def test_a_missing_rank_is_no_mistake_for_doctor(
     ],
 )
 def test_an_address_is_a_mistake_if_it_would_fail_again(
-    patched: str, error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    patched: str, error: Exception, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Name servers that do not answer now, and a port that is in use, may be there at the next start."""
 
     def fail(*arguments: object, **options: object) -> None:
         raise error
 
-    for name, value in {**FIRST_OF_TWO, "MASTER_PORT": "29500"}.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setattr(f"socket.{patched}", fail)
-    assert main(["doctor"]) == code
-    [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith("WRONG ")
+    [line] = run_here("doctor", code=code)[0].splitlines()
+    says = f"the first node's name {HOST} does not resolve" if patched == "getaddrinfo" else "cannot listen on"
+    assert line.startswith(f"WRONG {says}")
     assert f"({rendezvous.reason_of(error)}); " in line
-
-
-def test_fit_says_who_is_missing_in_one_line(recipe_file: Path, tmp_path: Path, port: int) -> None:
-    """The first of two tasks. The exit code is that of a failure after which a job starts again."""
-    environment = {
-        **{name: "" for name in os.environ if name.startswith("SLURM_")},
-        **FIRST_OF_TWO,
-        "MASTER_PORT": str(port),
-    }
-    shutil.rmtree(tmp_path / "run", ignore_errors=True)
-    options = ["--run.folder", tmp_path / "run", "--run.timeout_seconds", 1]
-    done = pipeline("fit", recipe_file, *options, environment=environment)
-    [up_to_date, backend, line] = done.stderr.decode().splitlines()
-    assert up_to_date.endswith("is up to date")
-    assert backend.startswith("backend: ")
-    assert line == (
-        f"error: rank 0 on node1: ranks 1 (all of node2) did not connect to rank 0 at {HOST}:{port} within 1 s; see"
-        " their messages, or check their nodes and firewalls between nodes"
-    )
-    assert done.returncode == 1
 
 
 def wait_in_vain(folder: Path, port: int, is_connected: bool, pipe: Connection) -> None:
@@ -235,9 +250,8 @@ def test_a_rank_that_waits_for_another_ends_by_a_signal(
     is_connected: bool, code: int, tmp_path: Path, port: int
 ) -> None:
     """Also where it waits inside PyTorch, and no handler of Python's can run."""
-    fork = multiprocessing.get_context("fork")
-    receive, send = fork.Pipe(duplex=False)
-    process = fork.Process(target=wait_in_vain, args=(tmp_path, port, is_connected, send))
+    receive, send = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=wait_in_vain, args=(tmp_path, port, is_connected, send))
     process.start()
     receive.recv()
     assert process.pid is not None
@@ -265,3 +279,226 @@ def test_each_launch_has_a_port_and_a_secret_of_its_own(monkeypatch: pytest.Monk
     for launched, *_ in launches:
         launched._listener.close()
     assert (int(os.environ["MASTER_PORT"]), os.environ[RANKS_TOKEN] == launches[-1][2]) == (launches[-1][1], False)
+
+
+def be_a_rank(meeting: Rendezvous, run: str, folder: Path, pipe: Connection) -> None:
+    """Tell the test when this rank has first looked for the others; meet them, and write which runs they are of."""
+
+    def arrive(*_: object) -> None:
+        if not pipe.closed:
+            pipe.send("arrived")
+            pipe.close()
+
+    def wait(original: object, *arguments: object) -> object:
+        arrive()
+        return original(*arguments)  # type: ignore[operator]
+
+    for name in ("_wait_for_rank_0", "_wait_for_all", "_wait_for_outcome"):
+        original = getattr(Rendezvous, name)
+        setattr(Rendezvous, name, lambda *arguments, original=original: wait(original, *arguments))
+    rendezvous._POLL_SECONDS = rendezvous._POLL_STRANGERS_SECONDS = 0.01
+    os.chdir(folder)
+    os.environ["HOME"] = str(folder)
+    try:
+        store = meeting.connect()
+        post(store, f"run/{meeting.rank}", run)
+        keys = [f"run/{rank}" for rank in range(meeting.size)]
+        store.wait(keys)
+        found = " ".join(read(store, key) for key in keys)
+        post(store, f"done/{meeting.rank}", "")
+        if meeting.rank == 0:  # It holds the store.
+            store.wait([f"done/{rank}" for rank in range(meeting.size)])
+    except (InputError, RendezvousError) as error:
+        found = f"{type(error).__name__}: {error}"
+    arrive()
+    (folder / f"{run}-{os.getpid()}").write_text(found)
+    os._exit(0)
+
+
+def met(folder: Path, ranks: Sequence[tuple[Rendezvous, str, str]]) -> dict[str, list[str]]:
+    """Start ranks of runs one after another, each when the one before it has arrived; return what they have found.
+
+    Args:
+        folder: a new one.
+        ranks: a rank, its run and its token; "" for one in a file.
+    """
+    folder.mkdir()
+    processes = []
+    for meeting, run, token in ranks:
+        receive, send = FORK.Pipe(duplex=False)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(RANKS_TOKEN, token)
+            processes.append(FORK.Process(target=be_a_rank, args=(meeting, run, folder, send), daemon=True))
+            processes[-1].start()
+        send.close()
+        assert receive.recv() == "arrived"
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    return {run: [path.read_text() for path in folder.glob(f"{run}-*")] for run in {run for _, run, _ in ranks}}
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("starts", "tokens"),
+    [(("7.0.0", "7.1.0"), ("a", "a")), (("7.0.0", "7.1.0"), ("", "")), (("7.0.0", "7.0.0"), ("a", "b"))],
+    ids=["a token for two steps", "tokens in files", "tokens alone"],
+)
+def test_ranks_of_two_runs_never_meet(tmp_path: Path, starts: tuple[str, str], tokens: tuple[str, str]) -> None:
+    """In every order of arrival, up to the names of the runs, and with as many ranks or more in the other."""
+    orders = [order for order in itertools.permutations(("a0", "a1", "b0", "b1")) if order[0].startswith("a")]
+    for number, (order, more) in enumerate(
+        [*((order, []) for order in orders), (orders[0], ["b2"]), (orders[5], ["b2"])]
+    ):
+        ports, ranks = free_ports(3), []
+        for name in (*order, *more):
+            index, rank = "ab".index(name[0]), int(name[1])
+            size = 2 + len(more) * index
+            meeting = Rendezvous(HOST, ports, rank, size, PATIENCE_SECONDS, start=starts[index])
+            ranks.append((meeting, name[0], tokens[index]))
+        found = met(tmp_path / f"{number}", ranks)
+        assert found == {"a": ["a a"] * 2, "b": ["b b" + " b" * len(more)] * (2 + len(more))}, order
+        assert not list((tmp_path / f"{number}").glob(".ranks-*"))
+
+
+@pytest.mark.timeout(PATIENCE_SECONDS)
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("token", ["a" * 64, ""], ids=["a token", "a token in a file"])
+@pytest.mark.parametrize(
+    ("folder", "size", "line"),
+    [
+        ("/b", 3, "rank 1 on here was started otherwise than rank 0: run.folder /b, not /a; start all ranks"),
+        ("/a", 4, "rank 1 on here was started otherwise than rank 0: number of ranks 4, not 3; start all ranks"),
+        ("/a", 3, "two processes are rank 1, on here and here; start each once"),
+    ],
+)
+def test_a_rank_that_was_started_otherwise_ends_all(
+    folder: str, size: int, line: str, token: str, tmp_path: Path
+) -> None:
+    """At once, since the test's time is shorter than their patience, whoever comes first."""
+    arriving = range(3) if (folder, size) == ("/a", 3) else (0, 2)
+    for number, order in enumerate(itertools.permutations(arriving)):
+        ports = free_ports(2)
+        first, second, other = (
+            Rendezvous(HOST, ports, rank, ranks, 10 * PATIENCE_SECONDS, (), "7.0.0", {"run.folder": path})
+            for rank, ranks, path in ((0, 3, "/a"), (1, 3, "/a"), (1, size, folder))
+        )
+        ranks = [((first, "a", token), (second, "a", token), (other, "b", token))[index] for index in order]
+        found = met(tmp_path / f"{number}", ranks)
+        # On a busy machine, rank 0 may have ended before another rank has read why.
+        lines = {text for texts in found.values() for text in texts if "has ended; see its messages" not in text}
+        assert len(lines) == 1
+        assert lines.pop().startswith(f"InputError: {line}")
+
+
+def test_strangers_that_connect_to_rank_0_do_not_keep_it_from_the_ranks() -> None:
+    """They send anything, or nothing, before it answers, and stay. They hear what only ranks of the start believe."""
+    listener = socket.create_server((HOST, 0), backlog=500)
+    port = listener.getsockname()[1]
+    with ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection((HOST, port))) for _ in range(300)]
+        for number, sent in enumerate((b"\n", b"GET / HTTP/1.1\r\n\r\n", b"[" * 100_000, b"x" * (1 << 22))):
+            strangers[number].setblocking(False)
+            strangers[number].send(sent)
+        strangers[5].close()
+        stores = meet([port], 2, [1, 0], listener=listener)
+        assert all_have_met(stores)
+        heard = strangers[6].recv(1000)
+    inside = dist.TCPStore(HOST, verified(_STORE, heard), is_master=False)
+    set_key("b" * 64, "7.0.0")  # The store has a secret name.
+    assert [store.check(["rendezvous/0"]) for store in (*stores, _own_part(inside))] == [True, True, False]
+    with pytest.raises(StrangerError):
+        verified(_STORE, heard)
+
+
+def test_a_rank_goes_past_strangers_that_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's store, which says nothing, a program that greets, and one that repeats what rank 0 tells."""
+    monkeypatch.setattr(rendezvous, "_POLL_STRANGERS_SECONDS", 0.01)
+    monkeypatch.setattr(rendezvous, "_ATTEMPT_SECONDS", 0.5)  # until a stranger that says nothing is given up
+    ports = free_ports(4)
+    store = dist.TCPStore(HOST, ports[0], is_master=True, wait_for_workers=False)
+    repeated: list[bytes] = []
+    heard: list[bytes] = []
+
+    def repeat() -> bytes:
+        with suppress(ConnectionError), socket.create_connection((HOST, ports[3])) as connection:
+            repeated.append(connection.recv(1000))
+        return repeated[-1] if repeated else b"?"
+
+    def stand_in(server: socket.socket, message: Callable[[], bytes]) -> None:
+        while True:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(message())
+                heard.append(connection.recv(1 << 16))
+
+    for port, message in ((ports[1], lambda: b"220 mail server"), (ports[2], repeat)):
+        server = socket.create_server((HOST, port))
+        threading.Thread(target=stand_in, args=(server, message), daemon=True).start()
+    assert all_have_met(meet(ports, 2, [1, 0]))
+    assert not store.check(["rendezvous/1"])
+    assert repeated
+    assert set(heard) == {b""}  # A rank tells strangers nothing.
+
+
+def test_a_value_that_no_rank_has_stored_is_refused() -> None:
+    """Whoever finds the port of the store may write to it; what ranks have stored is printed without escapes."""
+    store = dist.HashStore()
+    set_key("a" * 64, "7.0.0")
+    post(store, "one", {"text": "\x1b[2J" + "x" * 5000})
+    assert read(store, "one") == {"text": "\\x1b[2J" + "x" * 1996}
+    store.set("another", store.get("one"))
+    store.set("third", json.dumps("anything"))
+    for name in ("another", "third"):
+        with pytest.raises(RendezvousError, match="a stranger on the cluster has written"):
+            read(store, name)
+
+
+def test_a_token_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is this user's alone, is found in any of the folders, and is no longer there after the meeting."""
+    monkeypatch.delenv(RANKS_TOKEN)
+    folders = [tmp_path / "missing", tmp_path / "one", tmp_path / "other"]
+    for folder in folders[1:]:
+        folder.mkdir()
+    target = tmp_path / "target"
+    target.write_text("precious")
+    (folders[1] / ".ranks-7.0.0").symlink_to(target)  # planted before
+    token = write_token("7.0.0", folders)
+    assert target.read_text() == "precious"
+    file = folders[1] / ".ranks-7.0.0"
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert not file.is_symlink()
+    assert find_token("7.0.0", folders) == find_token("7.0.0", folders[2:]) == token
+    assert find_token("7.0.1", folders) is None
+    file.chmod(0o640)
+    assert find_token("7.0.0", folders[:2]) is None
+    file.unlink()
+    target.write_text(token)
+    target.chmod(0o600)
+    file.symlink_to(target)
+    assert find_token("7.0.0", folders[:2]) is None
+    file.unlink()
+    os.mkfifo(file, 0o600)
+    assert find_token("7.0.0", folders[:2]) is None
+    file.unlink()
+    if os.geteuid() == 0:
+        file.write_text(token)
+        file.chmod(0o600)
+        os.chown(file, 12345, 12345)
+        assert find_token("7.0.0", folders[:2]) is None
+    remove_token("7.0.0", folders)
+    assert find_token("7.0.0", folders) is None
+    with pytest.raises(InputError, match=r"^cannot write \.ranks-7\.0\.0 to .*; export RANKS_TOKEN="):
+        write_token("7.0.0", folders[:1])
+
+
+def test_ranks_of_one_machine_need_no_home_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working folder and the home are read-only for root as well; the temporary folder holds the token."""
+    monkeypatch.delenv(RANKS_TOKEN)
+    monkeypatch.setenv("HOME", "/proc")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir("/proc")
+    ports = free_ports(1)
+    assert all_have_met(meet(ports, 2, [1, 0]))
+    assert not list(tmp_path.iterdir())
+    assert tmp_path not in Rendezvous("localhost", ports, 0, 2, PATIENCE_SECONDS)._folders
