@@ -75,10 +75,6 @@ def prepared(**values: object) -> Callable[[Place], None]:
     return damage
 
 
-def a_text_is_missing(place: Place) -> None:
-    (place.folder / "train.source").unlink()
-
-
 def text(change: Callable[[bytes], bytes], is_prepared: bool = False) -> Callable[[Place], None]:
     """Change a training text, before or after the corpus is prepared."""
 
@@ -97,39 +93,41 @@ def a_long_validation_sentence(place: Place) -> None:
     prepared(network__learned_positions=True, network__max_positions=60)(place)
 
 
-def another_corpus(place: Place) -> None:
-    prepare(load_recipe([place.recipe]).corpus, progress=False)
-    place.give(corpus__lowercase=True)
+def photos(key: str) -> Callable[[Place], None]:
+    """Name a folder of photos as that of the corpus or the run."""
 
-
-def a_photo(name: str, key: str) -> Callable[[Place], None]:
     def damage(place: Place) -> None:
-        (place.folder / name).mkdir()
-        (place.folder / name / "cat.jpg").touch()
-        place.give(**{key: str(place.folder / name)})
+        (place.folder / "photos").mkdir()
+        (place.folder / "photos" / "cat.jpg").touch()
+        place.give(**{key: str(place.folder / "photos")})
 
     return damage
 
 
-def a_file_in_the_way(place: Place) -> None:
-    place.give(run__folder=str(place.folder / "train.source" / "run"))
+def resumed(**values: object) -> Callable[[Place], None]:
+    """Resume the trained run with other settings."""
+
+    def damage(place: Place) -> None:
+        place.resume()
+        place.give(**values)
+
+    return damage
+
+
+def begun_from_run(**values: object) -> Callable[[Place], None]:
+    """Begin a run of other settings with the weights of the trained run."""
+
+    def damage(place: Place) -> None:
+        place.init_from = place.trained_run
+        place.give(**values)
+
+    return damage
 
 
 def a_link(place: Place) -> None:
     run = place.resume()
     (run / "metrics.jsonl").unlink()
     (run / "metrics.jsonl").symlink_to(place.folder / "train.source")
-
-
-def another_recipe(place: Place) -> None:
-    place.resume()
-    place.give(network__d_ff=64)
-
-
-def another_vocabulary_size(place: Place) -> None:
-    """Neither the run nor the corpus has it: the way out does not lead into a second refusal."""
-    place.resume()
-    place.give(corpus__vocabulary_size=50)
 
 
 def another_format(place: Place) -> None:
@@ -150,22 +148,8 @@ def another_vocabulary(place: Place) -> None:
     place.give(corpus__folder=str(corpus))
 
 
-def no_library_for_a_data_set(place: Place) -> None:
-    place.give(corpus__train=[{"dataset": "none/such", "split": "train"}])
-
-
 def nothing_to_start_from(place: Place) -> None:
     place.init_from = place.folder / "none"
-
-
-def another_network_to_start_from(place: Place) -> None:
-    place.init_from = place.trained_run
-    place.give(network__d_ff=80)
-
-
-def a_tokenizer_of_another_case(place: Place) -> None:
-    place.init_from = place.trained_run
-    place.give(corpus__lowercase=True)
 
 
 MISTAKES: dict[str, tuple[Callable[[Place], None], str]] = {
@@ -190,26 +174,30 @@ MISTAKES: dict[str, tuple[Callable[[Place], None], str]] = {
     "a layer": (settings(monitoring__attention_layers=[0, 1]), "monitoring.attention_layers: 1 does not exist; give"),
     "a head": (settings(monitoring__attention_heads=2), "monitoring.attention_heads: 2 does not exist; give numbers"),
     "pieces": (settings(corpus__vocabulary_size=-1), "corpus.vocabulary_size: must be from 1 to"),
-    "a text": (a_text_is_missing, "train.source is missing; put it there"),
-    "a data set": (no_library_for_a_data_set, "data set none/such comes from the Hugging Face hub: prepare"),
+    "a text": (lambda place: (place.folder / "train.source").unlink(), "train.source is missing; put it there"),
+    "a data set": (settings(corpus__train=[{"dataset": "a/b", "split": "c"}]), "data set a/b comes from the Hugging F"),
     "a line less": (text(lambda whole: whole.split(b"\n", 1)[1]), "299 lines, but"),
     "no UTF-8": (text(lambda whole: b"H\xe4user" + whole[5:]), "train.target:1: invalid UTF-8; "),
     "another text": (text(lambda whole: whole[:-2] + b"\n", is_prepared=True), "train.target has changed"),
     "many pieces": (settings(corpus__vocabulary_size=3000), "3000 pieces are more than the training text allows; the"),
     "no rate": (settings(training__schedule="linear"), "training.schedule linear needs training.peak_learning_rate"),
-    "another corpus": (another_corpus, "was made from other inputs or settings: corpus.lowercase was false, now true"),
-    "no corpus": (a_photo("photos", "corpus__folder"), "is not a corpus; name another corpus.folder"),
-    "no run": (a_photo("photos", "run__folder"), "is not empty and not a run folder; give another run.folder"),
-    "a file": (a_file_in_the_way, "cannot be written (Not a directory); give another run.folder"),
+    "another corpus": (prepared(corpus__lowercase=True), "inputs or settings: corpus.lowercase was false, now true"),
+    "no corpus": (photos("corpus__folder"), "is not a corpus; name another corpus.folder"),
+    "no run": (photos("run__folder"), "is not empty and not a run folder; give another run.folder"),
+    "a file": (
+        lambda place: place.give(run__folder=str(place.folder / "train.source" / "run")),
+        "cannot be written (Not a directory); give another run.folder",
+    ),
     "a link": (a_link, "metrics.jsonl: is a link, which fit does not follow; remove it"),
-    "another recipe": (another_recipe, "contains a run of another recipe: network.d_ff was 32, now 64; change"),
-    "another size": (another_vocabulary_size, "was 60, now 50; change it back to resume that run (its recipe is"),
+    "another recipe": (resumed(network__d_ff=64), "contains a run of another recipe: network.d_ff was 32, now 64; "),
+    # Neither the run nor the corpus has it: the way out does not lead into a second refusal.
+    "another size": (resumed(corpus__vocabulary_size=50), "was 60, now 50; change it back to resume that run (its "),
     "another format": (another_format, "has format 99, and this version reads format 2"),
     "a damaged checkpoint": (a_damaged_checkpoint, "cannot be resumed from (optimizer_states is missing or wrong)"),
     "another vocabulary": (another_vocabulary, "has another vocabulary than the run in"),
     "no checkpoint": (nothing_to_start_from, "there is no such checkpoint"),
-    "another network": (another_network_to_start_from, "has another network: network.d_ff 32 there, 80 here; give"),
-    "another case": (a_tokenizer_of_another_case, "corpus.lowercase: the tokenizer of the run to start from does not"),
+    "another network": (begun_from_run(network__d_ff=80), "has another network: network.d_ff 32 there, 80 here; give"),
+    "another case": (begun_from_run(corpus__lowercase=True), "lowercase: the tokenizer of the run to start from does"),
     "micro-batches": (prepared(batches__max_tokens_per_device=5), "batches.max_tokens_per_device 5 is less than the"),
     "positions": (
         prepared(network__learned_positions=True, network__max_positions=5),
