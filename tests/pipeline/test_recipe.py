@@ -84,37 +84,27 @@ MISTAKES = [
     ("run:\n  seed: 3\n  seed: 4", [], "{file}:6: run.seed is given twice; "),
     ("run:\n  seed: 3\n  keep_last: 0", [], "{file}:7: run.keep_last 0 is not 1 or more"),
     ("", ["--run.keep_last=0"], "command line: run.keep_last 0 is not 1 or more"),
-    ("", ["--training.warmup_step", "5"], "training.warmup_step is not a key; did you mean training.warm"),
     ("", ["--networks.d_model=5"], "command line: networks is not a key; did you mean network?"),
     ("", ["--training.label_smoothing=true"], "training.label_smoothing must be a number, not True"),
     ("", ["--trainer.devices", "null"], "trainer.devices must be"),
     ("", ["--trainer.strategy=fsdp"], "trainer.strategy must be one of 'auto', 'ddp', not 'fsdp'"),
     ("", ["--trainer.max_epochs=3"], "trainer.max_epochs may not be set; count in steps with trainer.max_steps"),
     ("", ["--trainer.barebones=1"], "trainer.barebones is not a key; "),
-    ("", ["--run.seed=-1"], "command line: run.seed -1 is not 0 or more and less than 2 ** 63"),
     ("", [f"--run.seed={1 << 63}"], f"command line: run.seed {1 << 63} is not 0 or more and less than 2 ** 63"),
     ("", ["--run.checkpoint_every_steps=null"], "give checkpoint_every_steps or"),
-    ("", ["--run.validation_translations=-1"], "run.validation_translations -1 is not 0 or more"),
     ("", ["--run.validation_translations=0"], "run.best_by bleu is a score of translations, and run.validation_transl"),
-    ("run: {best_by: chrf, validation_translations: 0}", [], "{file}:5: run.best_by chrf is a score of translations, "),
     # Text sources.
-    ((TRAIN, "train: {datset: a}"), [], "{file}:3: corpus.train.datset is not a key; did you mean corpus.train.datase"),
     ((TRAIN, "train: [{tsv: a}, {splits: b}]"), [], "{file}:3: corpus.train.splits is not a key; did you mean corpus."),
-    ("", ["--corpus.train", "{dataset: a/b, split: c, tsv: d}"], "a text source is `source` and `target`,"),
     ("", ["--corpus.train", "{dataset: a/b, split: c, tsv: d}"], "this one has tsv and dataset and split"),
     ("", ["--corpus.test", "{tsv: c, repeat: 0}"], "`repeat` of a text source is 0"),
     # Names that are not registered; a date is the text that it is written as.
     ("network: {norm: layernorm}", [], "{file}:5: network.norm 'layernorm' is not registered; did you mean layer_norm"),
     ("network: {norm: rms}", ["--run.keep_last=0"], "registered are: layer_norm; register it before the command start"),
-    ("network: {norm: rms}", ["--run.keep_last=0"], "command line: run.keep_last 0"),
-    ("", ["--network.activation=Relu"], "network.activation 'Relu' is not registered; did you mean relu?"),
     ("", ["--training.optimizer=adams"], "training.optimizer 'adams' is not registered; did you mean adam?"),
     ("training: {schedule: 2001-01-01}", [], "{file}:5: training.schedule '2001-01-01' is not registered"),
     ('training: {schedule: !!binary "YQ=="}', [], "training.schedule must be text, not"),
-    ("training: {schedule: !!set {a}}", [], "training.schedule must be text, not"),
     # Half of a surrogate pair, and control characters: a job script reads a path a line.
     ('name: "\\ud83d"', [], r"{file}:5: name must be text, not '\ud83d'"),
-    ('run: {folder: "\\ud83d"}', [], r"{file}:5: run.folder must be text, not '\ud83d'"),
     ("", ["--corpus.user_symbols=\udcf6"], "must be text"),
     *(
         ("", [f"--{key}", f"runs/a{character}b"], f"{key}: {f'runs/a{character}b'!r} has control characters; give it a")
@@ -128,7 +118,6 @@ MISTAKES = [
     ("  user_symbols: no", [], "{file}:5: corpus.user_symbols must be text, not False; put it in quotes"),
     ("  user_symbols: [{x}]", [], "{file}:5: corpus.user_symbols must be text, not a mapping; put it in quotes"),
     ("run:\n  seed: !!timestamp 2001-99-99", [], "{file}:6: not valid YAML: '2001-99-99' is not a valid timestamp; co"),
-    ("run:\n  seed: !!int many", [], "{file}:6: not valid YAML: 'many' is not a valid int; correct that line"),
     ("run:\n  compile: !!bool maybe", [], "{file}:6: not valid YAML: 'maybe' is not a valid bool; correct that line"),
     ("run:\n  seed: 1\x07", [], "{file}:6: not valid YAML: character 0x7; remove it"),
     ("run: &a\n  seed: *a", [], "{file}: values are nested too deeply, or one contains itself"),
@@ -364,11 +353,8 @@ def test_mistakes_in_a_dictionary() -> None:
     endless["corpus"] = endless
     for wrong, said in (
         ({}, "2 mistakes: the recipe: name is missing; add it; the recipe: corpus is missing; add it"),
-        (values | {"network": {"d_modell": 5}}, "network.d_modell is not a key; did you mean network.d_model?"),
-        (values | {"network": {"num_heads": 7}}, "network.d_model 512 is not a multiple"),
         (values | {"extends": "none.yaml"}, "the recipe: extends none.yaml, which does not exist"),
         (values | {"extends": 3}, "the recipe: extends must name one recipe"),
-        (values | {"network": {"norm": "nosuch"}}, "network.norm 'nosuch'"),
         (endless, "the recipe: values are nested too deeply"),
         ("recipe.yaml", "a recipe is a dictionary, not 'recipe.yaml'"),
     ):
