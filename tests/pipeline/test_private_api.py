@@ -5,7 +5,6 @@ If a test fails, the library has changed. The module named in the test explains 
 
 import inspect
 import os
-from pathlib import Path
 
 import pytest
 import sacrebleu
@@ -15,13 +14,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from torch import nn
+from torch._higher_order_ops.while_loop import while_loop_op
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from pipeline.compat import pytorch
 from pipeline.compat.lightning import disable_signal_handling
-from pipeline.compat.metrics import chrf_score, chrf_statistics
 from tests.conftest import program
 
 
@@ -105,45 +103,17 @@ def test_pytorch_call_after_backward() -> None:
     assert len(found) == 1
 
 
-def test_pytorch_loops(tmp_path: Path) -> None:
-    """A loop over tensors, whose sizes may depend on values, can be exported and saved."""
-
-    class Powers(nn.Module):
-        def forward(self, base: torch.Tensor) -> torch.Tensor:
-            def body(step: torch.Tensor, power: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                return step - 1, power * base
-
-            positive = base[base > 0]
-            start = torch.full([], 3), torch.ones_like(positive)
-            return pytorch.while_loop(lambda step, *others: step > 0, body, start, [positive])[1]
-
-    assert pytorch.has_while_loop()
-    program = torch.export.export(Powers(), (torch.ones(2),))
-    torch.export.save(program, tmp_path / "powers.pt2")
-    found = torch.export.load(tmp_path / "powers.pt2").module()
-    assert found(torch.tensor([2.0, 5.0])).tolist() == [8.0, 125.0]
-    assert found(torch.tensor([-2.0, 5.0])).tolist() == [125.0]
-
-
 def test_pytorch_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch sets the variable by this function when its compiler is imported."""
+    """PyTorch sets the variable by this function when its compiler is imported. The search of model.pt2 has loops."""
     assert callable(AsyncCompile.warm_pool)
+    assert pytorch.has_while_loop()
+    assert callable(while_loop_op)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that what is set is removed afterwards
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     assert cache_dir() == os.environ["TORCHINDUCTOR_CACHE_DIR"] == pytorch.default_compiler_cache()
 
 
 def test_sacrebleu() -> None:
-    """See pipeline/compat/metrics.py: the private functions give what the public ones give."""
-    hypotheses = ["the cat sat on the mat", "", "he says nothing at all today"]
-    references = ["the cat sat on a mat", "yes", "he said nothing at all"]
+    """See pipeline/compat/metrics.py; test_metrics.py compares what they give."""
     for name in ("_extract_corpus_statistics", "_compute_f_score"):
         assert hasattr(sacrebleu.CHRF, name), f"sacreBLEU {sacrebleu.__version__} has no CHRF.{name}; see compat"
-    metric = sacrebleu.CHRF()
-    pairs = list(zip(hypotheses, references, strict=True))
-    statistics = [chrf_statistics(metric, hypothesis, reference) for hypothesis, reference in pairs]
-    assert {len(counts) for counts in statistics} == {3 * metric.order}
-    for counts, (hypothesis, reference) in zip(statistics, pairs, strict=True):
-        assert chrf_score(metric, counts) == pytest.approx(metric.sentence_score(hypothesis, [reference]).score)
-    total = [sum(column) for column in zip(*statistics, strict=True)]
-    assert chrf_score(metric, total) == pytest.approx(metric.corpus_score(hypotheses, [references]).score)
