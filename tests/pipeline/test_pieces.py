@@ -2,7 +2,6 @@
 
 import random
 import shutil
-import warnings
 from pathlib import Path
 
 import pytest
@@ -71,13 +70,6 @@ def text(tmp_path: Path) -> Path:
     return tmp_path / "text"
 
 
-def test_translate_names_the_first_piece_and_line(run: Path, text: Path) -> None:
-    assert run_here("translate", run, "--source", text)[1].splitlines()[1:] == [
-        f"line 6: {UNKNOWN} 'ж'",
-        f"4 lines, the first are 3, 4, 5: {UNSEEN} '<PSS1P>'",
-    ]
-
-
 def test_evaluate_counts_sources_and_score_both_sides(run: Path, text: Path, tmp_path: Path) -> None:
     targets = tmp_path / "targets"
     targets.write_text("k w\n" * 5 + "w k\n" + "k <N>\n")
@@ -88,19 +80,6 @@ def test_evaluate_counts_sources_and_score_both_sides(run: Path, text: Path, tmp
     text.write_text("<N><ACC> k\n" * 7)
     _, said = run_here("score", run, "--source", text, "--target", targets)
     assert f": line 7: {UNSEEN} '<N>'" in said
-
-
-def test_the_api_counts_sentences(run: Path) -> None:
-    model = pipeline.load(run)
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        model.translate(LINES)
-        assert [str(one.message) for one in caught] == [
-            f"sentence 6: {UNKNOWN} 'ж'",
-            f"4 sentences, the first are 3, 4, 5: {UNSEEN} '<PSS1P>'",
-        ]
-        caught.clear()
-        model.translate(LINES[:2])
-        assert not caught
 
 
 def test_doctor_counts_held_out_lines(run: Path, recipe: PlainValues, recipe_path: Path) -> None:
