@@ -33,13 +33,12 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(InputError, match=f"^--devices {count}: this process may use 3 processors; give 1 to 3$"):
             choose_devices(count)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert choose_devices(2) == ["cuda:0", "cuda:1"]
-    with pytest.raises(InputError, match=r"^--devices 3: this process may use 2 GPUs; give 1 to 2$"):
-        choose_devices(3)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(InputError, match=r"^--devices 2: this process may use 1 GPU; give 1 to 1$"):
-        choose_devices(2)
+    for count, gpus in ((2, "2 GPUs"), (1, "1 GPU")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        assert choose_devices(count) == [f"cuda:{index}" for index in range(count)]
+        message = f"^--devices {count + 1}: this process may use {gpus}; give 1 to {count}$"
+        with pytest.raises(InputError, match=message):
+            choose_devices(count + 1)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +63,7 @@ def test_a_process_that_fails_ends_the_others(
 
 @pytest.mark.two_processors
 def test_output_and_warnings_are_those_of_one_process(trained_run: Path, tmp_path: Path) -> None:
-    """Of a text from standard input, of which each process translates a part; test_shards.py has a file."""
+    """Of a text from standard input, of which each process translates a part, and of a file with `--output`."""
     lines = [line.encode() for line in sentences(CHUNK + 9, seed=3, lengths=(1, 2, 3))]
     lines[0], lines[2], lines[3], lines[-1] = b"a \xff dog", b"the dog " * 700, b"", b"a dog"
     text = b"\n".join(lines)
@@ -79,16 +78,22 @@ def test_output_and_warnings_are_those_of_one_process(trained_run: Path, tmp_pat
     assert [said[0], *said[2:]] == one.stderr.decode().splitlines()
     assert len(said) == 5
     assert not list((tmp_path / "private").iterdir())
+    source, output = tmp_path / "text", tmp_path / "output"
+    source.write_bytes(text)
+    shared = pipeline(*words, "--devices", 2, "--source", source, "--output", output, "--shard-lines", CHUNK)
+    assert (shared.returncode, shared.stdout) == (0, b""), shared.stderr
+    assert output.read_bytes() == one.stdout
+    expected = [f"{source}: {said[2]}", *said[3:], f"{output}: has the translations of all {len(lines):,} lines"]
+    assert sorted(shared.stderr.decode().splitlines()[1:]) == sorted(expected)
 
 
 @pytest.mark.gpu
-def test_two_processes_on_a_gpu(trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both on the same one."""
-    text = "".join(f"{line}\n" for line in sentences(CHUNK + 9, seed=5))
-    one = pipeline("translate", trained_run, text=text)
+def test_two_processes_on_two_gpus(trained_run: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    assert pipeline("translate", trained_run, "--devices", 2, text=text).stdout == one.stdout
+    text = "".join(f"{line}\n" for line in sentences(CHUNK + 9, seed=5))
+    one, two = (pipeline("translate", trained_run, "--devices", count, text=text) for count in (1, 2))
+    assert two.stdout == one.stdout
 
 
 class Command:
@@ -157,32 +162,29 @@ def is_translating(command: Command) -> bool:
     return any(command.temporary.glob("translation-*/output.shards/0*.lock"))
 
 
-@pytest.mark.parametrize("moment", ["starting", "translating"])
+@pytest.mark.parametrize(
+    ("moment", "signum"),
+    [("starting", signal.SIGINT), ("translating", signal.SIGTERM)]
+    + [(moment, signal.SIGKILL) for moment in ("starting", "translating")],
+)
 @pytest.mark.two_processors
-def test_ctrl_c_and_sigterm(start: Callable[..., Command], long_text: Path, moment: str) -> None:
-    """Each ends all processes in one line, and leaves no file."""
+def test_no_process_outlives_the_first(
+    start: Callable[..., Command], long_text: Path, moment: str, signum: signal.Signals
+) -> None:
+    """Ctrl-C and SIGTERM end all in one line, and leave no file."""
     command = start("--source", long_text)
     if moment == "starting":
         command.wait_for(lambda: len(command.running("spawn_main")) == 2)
-        os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does
     else:
         command.wait_for(lambda: is_translating(command))
-        command.process.terminate()
-    assert command.end() == (130, ["interrupted"])
+    if signum == signal.SIGINT:
+        os.killpg(command.process.pid, signum)  # as a terminal does
+    else:
+        command.process.send_signal(signum)
+    killed = signum == signal.SIGKILL
+    assert command.end() == ((-signum, []) if killed else (130, ["interrupted"]))
     assert command.output.read_bytes() == b""
-    assert not list(command.temporary.glob("translation-*"))
-
-
-@pytest.mark.parametrize("moment", ["starting", "translating"])
-@pytest.mark.two_processors
-def test_no_process_outlives_a_killed_one(start: Callable[..., Command], long_text: Path, moment: str) -> None:
-    command = start("--source", long_text)
-    if moment == "starting":
-        command.wait_for(lambda: len(command.running("spawn_main")) == 2)
-    else:
-        command.wait_for(lambda: is_translating(command))
-    command.process.kill()
-    assert command.end() == (-signal.SIGKILL, [])
+    assert killed or not list(command.temporary.glob("translation-*"))
 
 
 PROGRAM = """

@@ -1,6 +1,5 @@
 """`translate --output`: processes share the shards of a text, and the output is that of one process or not there."""
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,11 +13,8 @@ from data_module.errors import InputError
 from pipeline.__main__ import parse
 from pipeline.inference import shards as module
 from pipeline.inference import text_translation
-from pipeline.inference.options import Prefixes, SearchOptions
 from pipeline.inference.shards import MANIFEST, Shards, Task
-from pipeline.inference.text_io import CHUNK, Defects
-from pipeline.inference.translator import EMPTY, Translation, Translator
-from tests.conftest import pipeline, refusal, sentences
+from tests.conftest import refusal
 
 SIZE, NUM_LINES = 4, 23
 
@@ -233,46 +229,3 @@ def test_all_options_that_translations_depend_on_are_compared() -> None:
     compared = {"prefix", "target_prefix", "beam", "length_penalty", "stop_rule", "n_best", "scores"}
     compared |= {"sample", "temperature", "top_k", "top_p", "seed"}
     assert vars(arguments).keys() - text_translation._NOT_IN_TRANSLATIONS == compared
-
-
-def test_a_sample_is_drawn_by_the_line_of_the_whole_text() -> None:
-    """Not by that of the shards which a process has taken."""
-    firsts = []
-
-    class Numbers(Translator):
-        prefixes, max_source_tokens = Prefixes(), None
-
-        def __init__(self) -> None: ...
-
-        def translate(self, sentences: list[str], options: object, first: int = 1, **_: object) -> list[Translation]:
-            firsts.append(first)
-            return [Translation([EMPTY], Defects()) for _ in sentences]
-
-    _, arguments = parse("translate", ["model", "--sample"])
-    runs = [(1, ["a", "b"]), (4097, ["c", "d", "e"])]
-    translated = text_translation._translated(arguments, SearchOptions(), Numbers(), runs, chunk=2)
-    assert [number for number, _ in translated] == [1, 2, 4097, 4098, 4099]
-    assert firsts == [1, 4097, 4099]
-
-
-@pytest.mark.two_processors
-def test_the_output_is_that_of_one_process(trained_run: Path, tmp_path: Path) -> None:
-    """Also with a process for each of two devices, several translations of a line, and warnings that name lines."""
-    lines = sentences(2 * CHUNK + 2, seed=6, lengths=(1, 2, 3))
-    lines[CHUNK + 1], lines[-1] = "", "a \u2581 dog"
-    (tmp_path / "text").write_text("".join(f"{line}\n" for line in lines))
-    command = ("translate", trained_run, "--source", tmp_path / "text", "--beam", 2, "--n-best", 2, "--scores")
-    plain = pipeline(*command)
-    assert plain.returncode == 0, plain.stderr
-    output = ("--output", tmp_path / "output", "--shard-lines", CHUNK)
-    shared = pipeline(*command, *output, "--devices", 2)
-    assert (shared.returncode, shared.stdout) == (0, b""), shared.stderr
-    assert (tmp_path / "output").read_bytes() == plain.stdout
-    _using, *messages = shared.stderr.decode().splitlines()
-    first, second = sorted(messages)
-    assert first == f"{tmp_path / 'output'}: has the translations of all {len(lines):,} lines"
-    assert second.startswith(f"line {len(lines)}: U+2581 ")
-    other = ("--output", tmp_path / "output", "--shard-lines", 2 * CHUNK, "--length-penalty", 0)
-    assert "was begun with another shard_lines, length_penalty (see " in refusal(*command, *other)
-    manifest = json.loads((tmp_path / "output.shards" / MANIFEST).read_text())
-    assert [manifest[name] for name in ("lines", "n_best", "scores", "beam")] == [len(lines), 2, True, 2]
