@@ -12,7 +12,7 @@ from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from pipeline.export.formats import Answer, Runner, SearchRunner
-from pipeline.export.parity import Parity, Text, Truth
+from pipeline.export.parity import Parity, Text
 from tests.model.search_truth import forced_log_probability
 from tests.pipeline.test_export import TEXT, make_model, stops_at_first
 
@@ -139,15 +139,6 @@ def test_the_checkpoint_stops_as_its_recipe_says(tokenizer: Tokenizer) -> None:
         assert first[0].tokens == tuple(found.tokens[0, 0, : found.lengths[0, 0]].tolist())
 
 
-def test_the_tolerance_is_the_networks(searched: Parity) -> None:
-    pairs = [(source, answer.tokens) for source, answer in zip(searched.sources, searched.greedy, strict=True)]
-    assert searched.truth.tolerance(pairs) == searched.tolerance  # the noise is the same each time
-    # No noise is left behind.
-    fresh = Truth(searched.truth.network.network, searched.tokenizer)
-    assert fresh.log_probabilities(pairs) == searched.truth.log_probabilities(pairs)
-    assert next(fresh.network.parameters()).dtype == torch.float64
-
-
 def test_sources_are_cut_and_empty_sources_left_out(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.export.parity.LONGEST", 5)
     text = Text("letters", ["a b c d e f", "", "ab", "a b c"], ["first", "no source", "third", "fourth"])
@@ -215,11 +206,14 @@ def test_what_is_reported_of_a_format(parity: Parity) -> None:
 
 
 def test_log_probabilities_are_those_of_the_search(parity: Parity) -> None:
+    """Also after the tolerance was measured, for which noise is added that is the same each time."""
     pairs = [(source, answer.tokens) for source, answer in zip(parity.sources, parity.greedy, strict=True)]
     expected = [
         forced_log_probability(parity.truth.network, torch.tensor(source), list(answer)) for source, answer in pairs
     ]
     assert parity.truth.log_probabilities(pairs * 2) == pytest.approx(expected * 2, abs=1e-12)
+    assert parity.truth.tolerance(pairs) == parity.tolerance
+    assert next(parity.truth.network.parameters()).dtype == torch.float64
 
 
 def test_throughput_is_measured_after_two_calls(parity: Parity, monkeypatch: pytest.MonkeyPatch) -> None:

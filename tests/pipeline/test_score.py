@@ -81,21 +81,16 @@ def truths(model: TrainedModel, sources: list[str], targets: list[str]) -> list[
     ]
 
 
-@pytest.mark.parametrize("kind", ["run", "bundle"])
+@pytest.mark.parametrize("kind", ["checkpoint", "bundle"])
 def test_scores_are_those_of_teacher_forcing(
-    kind: str,
-    trained_run: Path,
-    bundle: Path,
-    trained: TrainedModel,
-    texts: tuple[Path, Path],
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, bundle: Path, trained: TrainedModel, texts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In order, over windows and batches of several lengths; a pair of empty lines has no tokens.
 
     The score of a piece is what it adds to the log-probability of the beginning of the target.
     """
     monkeypatch.setattr(text_scoring, "CHUNK", 7)
-    words = [{"run": trained_run, "bundle": bundle}[kind], "--source", texts[0], "--target", texts[1]]
+    words = [{"checkpoint": trained.path, "bundle": bundle}[kind], "--source", texts[0], "--target", texts[1]]
     rows = run(*words, "--pieces")
     assert run(*words) == [row[:2] for row in rows]
     expected = truths(trained, SOURCES, TARGETS)
@@ -168,12 +163,7 @@ def test_warnings_name_lines(trained_run: Path, tmp_path: Path, monkeypatch: pyt
     ]
 
 
-def test_dual_cross_entropy(
-    trained_run: Path,
-    reverse: Path,
-    trained: TrainedModel,
-    texts: tuple[Path, Path],
-) -> None:
+def test_dual_cross_entropy(trained_run: Path, reverse: Path, trained: TrainedModel, texts: tuple[Path, Path]) -> None:
     rows = run(trained_run, "--source", texts[0], "--target", texts[1], "--reverse", reverse)
     forward, backward = truths(trained, SOURCES, TARGETS), truths(trained, TARGETS, SOURCES)
     for number, (row, one, other) in enumerate(zip(rows, forward, backward, strict=True)):
@@ -323,24 +313,19 @@ def test_alignments_do_not_count_the_prefix(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_mistakes(
-    trained_run: Path,
-    bundle: Path,
-    trained: TrainedModel,
-    texts: tuple[Path, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    bundle: Path, trained: TrainedModel, texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = texts
     short, empty, words = write(tmp_path / "short", TARGETS[:-1]), write(tmp_path / "empty", []), tmp_path / "words"
     same = with_languages(trained, tmp_path / "same.ckpt", "en", "de")
     monkeypatch.setattr(text_scoring, "CHUNK", 2)  # something would have been printed before the texts' ends
-    given = [trained_run, "--source", source, "--target"]
+    given = [trained.path, "--source", source, "--target"]
     both = ["--kept-source", words, "--kept-target", words]
     for changed, expected in (
         ([*given, short], f"{short} ends after {len(SOURCES) - 1} lines and the other goes on"),
-        ([trained_run, "--source", short, "--target", target], f"{short} ends after {len(SOURCES) - 1} lines"),
+        ([trained.path, "--source", short, "--target", target], f"{short} ends after {len(SOURCES) - 1} lines"),
         ([*given, short, "--alignments", words], "pair up"),
-        ([trained_run, "--source", empty, "--target", empty], f"{empty}: is empty"),
+        ([trained.path, "--source", empty, "--target", empty], f"{empty}: is empty"),
         ([*given, tmp_path / "none"], "none: no such file; correct the path"),
         ([*given, target, "--n-best", 0], "--n-best 0: must be 1 or more"),
         ([*given, target, "--n-best", 1], f"{target}: line 1 is not of an n-best list"),
@@ -401,14 +386,9 @@ def test_a_symbol_that_training_never_had_spoils_a_pair() -> None:
 
 
 def test_another_vocabulary_matters_only_where_tokens_are_compared(trained: TrainedModel, tokenizer: Tokenizer) -> None:
-    class Model:
-        name = "model"
-        recipe = trained.recipe
-
-        def __init__(self, used: Tokenizer) -> None:
-            self.tokenizer = used
-
-    one, other = Model(trained.tokenizer), Model(tokenizer)
+    one, other = (
+        SimpleNamespace(name="model", recipe=trained.recipe, tokenizer=used) for used in (trained.tokenizer, tokenizer)
+    )
     with pytest.raises(InputError, match="has another vocabulary"):
         text_scoring.check_reverse(one, other, compares_tokens=True)  # type: ignore[arg-type]
     text_scoring.check_reverse(one, other, compares_tokens=False)  # type: ignore[arg-type]
