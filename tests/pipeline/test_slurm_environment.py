@@ -5,7 +5,6 @@ import functools
 import os
 import pty
 import shutil
-import socket
 import subprocess
 import termios
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ from pipeline.runtime.launch import (
     current_step,
     main_address,
     main_ports,
-    node_name,
     report_mistake_to_script,
 )
 from pipeline.training.trainer import cluster_environment
@@ -107,35 +105,25 @@ def test_files_for_the_jobs_script(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [mistake]
 
 
-def test_the_node_name_is_slurms() -> None:
-    assert node_name({"SLURMD_NODENAME": "gpu-17"}) == "gpu-17"
-    assert node_name({}) == socket.gethostname()
-
-
 @pytest.fixture
-def terminal_task() -> Iterator[str]:
-    """The process id of a process with a terminal of its own, as `srun --pty` starts the first task."""
+def tasks() -> Iterator[tuple[str, str]]:
+    """The ids of a process with a terminal of its own, as `srun --pty` starts the first task, and of one without."""
     leader, follower = pty.openpty()
     take_terminal = functools.partial(fcntl.ioctl, 0, termios.TIOCSCTTY, 0)
-    process = subprocess.Popen(["cat"], stdin=follower, start_new_session=True, preexec_fn=take_terminal)
-    yield str(process.pid)
-    process.kill()
-    process.wait()
+    with (
+        subprocess.Popen(["cat"], stdin=follower, start_new_session=True, preexec_fn=take_terminal) as terminal,
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=True) as plain,
+    ):
+        yield str(terminal.pid), str(plain.pid)
+        terminal.kill()
+        plain.kill()
     os.close(leader)
     os.close(follower)
 
 
-@pytest.fixture
-def plain_task() -> Iterator[str]:
-    """The process id of a process without a terminal, as srun starts tasks."""
-    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=True)
-    yield str(process.pid)
-    process.kill()
-    process.communicate()
-
-
-def test_a_terminal_is_no_task(terminal_task: str, plain_task: str) -> None:
+def test_a_terminal_is_no_task(tasks: tuple[str, str]) -> None:
     """Whatever the job's name: that of an interactive one is the shell's."""
+    terminal_task, plain_task = tasks
     inside = {**TASK, "SLURM_PTY_PORT": "41353"}
     for name in ("bash", "zsh", "python3", "interactive"):
         shell = {**inside, "SLURM_JOB_NAME": name, "SLURM_TASK_PID": terminal_task}

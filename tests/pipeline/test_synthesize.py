@@ -163,7 +163,7 @@ def test_no_more_checkpoints_are_averaged_than_there_will_be(
     assert averaged(recipe_from_dict(recipe)) == expected
 
 
-def test_mistakes(place: Path, trained_run: Path, tmp_path: Path) -> None:
+def test_mistakes(place: Path, trained_run: Path) -> None:
     """One line each, and nothing is written."""
     (place / "empty").write_text("\n \n")
     (place / "other").write_text("собака видит дом the\n" * 3)
