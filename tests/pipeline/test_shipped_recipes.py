@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.recipe import load_recipe
-from pipeline.config.recipe_files import MODELINE, SCHEMA, first_sentence, shipped_recipes
+from pipeline.config.recipe_files import MODELINE, SCHEMA, shipped_recipes
 from tests.conftest import refusal, run_here
 from tests.pipeline.test_configs import CONFIGS, RECIPES, name_of
 
@@ -46,12 +46,9 @@ def test_the_list_has_every_recipe_and_overlay() -> None:
     assert len(lines) == len(list(CONFIGS.rglob("*.yaml")))
     listed = {name: text.strip() for name, text in (line.split(maxsplit=1) for line in lines)}
     assert listed["hardware/one_gpu"] == "One GPU, in bfloat16 mixed precision (Ampere and later)"
+    assert listed["multi30k_tiny"].endswith("with the published network of 2.6 M parameters (Wu et al. 2021)")
     assert shipped_recipes()["table3/big"] == CONFIGS / "table3" / "big.yaml"
     assert all(listed.values())
-
-
-def test_first_sentence() -> None:
-    assert first_sentence("One (Wu et al. 2021) of a,\nb ... c. Two.") == "One (Wu et al. 2021) of a, b ... c"
 
 
 def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

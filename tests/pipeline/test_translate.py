@@ -11,12 +11,10 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-from tqdm import tqdm
 
 import pipeline as pipeline_api
 from data_module.text_files import progress_bar
 from model.sampling import Sampling
-from pipeline.inference import translator
 from pipeline.inference.options import SearchOptions
 from pipeline.inference.text_io import CHUNK, count_lines, read_sentences, sentences
 from pipeline.inference.translator import Hypothesis, Translation, Translator
@@ -219,19 +217,6 @@ def test_a_damaged_file_and_a_pipe_have_no_number_of_lines(tmp_path: Path) -> No
     os.mkfifo(pipe)
     assert count_lines(damaged) is None
     assert count_lines(pipe) is None  # Opening it would wait for a writer, and reading would take the text away.
-
-
-def test_the_bar_has_lines_tokens_a_second_and_the_time_left(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(
-        translator, "progress_bar", lambda _, total, **__: tqdm(total=total, mininterval=0, smoothing=0)
-    )
-    lines = iter(["a"] * 8)
-    translations = Echo().translate_lines(lines, 2, total=8)
-    for _ in range(5):
-        next(translations)
-    assert re.search(r"6/8 \[.*<\d\d:\d\d.*, [\d,]+ tokens/s\]", capsys.readouterr().err.split("\r")[-1])
 
 
 def test_a_byte_order_mark_is_removed() -> None:
