@@ -1,7 +1,6 @@
 """Mistakes that new users make, and what the first commands print."""
 
 import json
-import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +17,13 @@ from pipeline.config.recipe import load_recipe
 from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.launch import JobStep
 from pipeline.training.doctor import Question, check_fit
-from tests.conftest import run_here, tiny_recipe
+from tests.conftest import run_here, tiny_recipe, write_text
 
 
 @pytest.fixture
-def place(tiny_corpus: Path, tmp_path: Path) -> Path:
+def place(tmp_path: Path) -> Path:
     """A folder with the tiny texts and a recipe for them, `mine.yaml`, before anything is prepared."""
-    for file in tiny_corpus.parent.glob("*.*"):
-        shutil.copy(file, tmp_path)
+    write_text(tmp_path)
     recipe = tiny_recipe(tmp_path)
     recipe["run"]["folder"] = str(tmp_path / "run")
     recipe["trainer"]["max_steps"] = 4
@@ -96,10 +94,17 @@ def test_torch_says_nothing_about_many_loader_processes() -> None:
         assert caught == []
 
 
-def test_cpu_processes_chosen_as_devices(place: Path) -> None:
-    """A recipe that names the CPU wants them; on a machine without a GPU, the others probably do not."""
+def test_cpu_processes_chosen_as_devices(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe that names the CPU wants them; on a machine without a GPU, the others probably do not.
+
+    In a job, the tasks count, of which this one has one.
+    """
     command = ["doctor", place / "mine.yaml", "--trainer.devices", 3]
     warning = "note  trainer.devices 3: torch finds no GPU, so 3 processes share the CPU; "
     assert warning not in run_here(*command)[0]
     if not torch.cuda.is_available():
         assert warning in run_here(*command, "--trainer.accelerator", "auto")[0]
+    job = {"JOB_ID": "7", "STEP_ID": "0", "PROCID": "0", "LOCALID": "0", "NTASKS": "1", "STEP_TASKS_PER_NODE": "1"}
+    for name, value in job.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert "share the CPU" not in run_here(*command, "--trainer.accelerator", "auto")[0]
