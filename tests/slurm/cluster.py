@@ -188,7 +188,7 @@ class Cluster:
         while jobs := self.run("squeue", "-h", "-o", "%A", check=False).stdout.split():
             cancelled.update(jobs)
             self.run("scancel", "--user", pwd.getpwuid(os.getuid()).pw_name, check=False)
-            self.sleep(0.5)
+            time.sleep(0.5)
         for name in ("failures", "mistake", "first-task", "abandoned"):
             for job in cancelled:
                 (ROOT / f".{name}-{job}").unlink(missing_ok=True)
@@ -246,10 +246,6 @@ class Cluster:
         return sorted(found)
 
     @staticmethod
-    def sleep(seconds: float) -> None:
-        time.sleep(seconds)
-
-    @staticmethod
     def wait_until(condition: Callable[[], object], seconds: float) -> None:
         """Wait until the condition is true; raises AssertionError after the time limit."""
         deadline = time.monotonic() + seconds
@@ -262,12 +258,15 @@ class Job:
     def __init__(self, cluster: Cluster, number: str) -> None:
         self.cluster, self.number = cluster, number
 
-    def fields(self) -> dict[str, str]:
-        """Return what `scontrol show job` prints of it."""
+    def all_fields(self) -> list[dict[str, str]]:
+        """Return what `scontrol show job` prints of it, or of each task of an array."""
         lines = self.cluster.run("scontrol", "-o", "show", "job", self.number).stdout.splitlines()
-        # For an array's last task, whose id is that of the array, it prints all tasks.
-        [line] = [line for line in lines if line.startswith(f"JobId={self.number} ")]
-        return dict(pair.split("=", 1) for pair in line.split() if "=" in pair)
+        return [dict(pair.split("=", 1) for pair in line.split() if "=" in pair) for line in lines if line]
+
+    def fields(self) -> dict[str, str]:
+        # An array's last task has the id of the array.
+        [own] = [fields for fields in self.all_fields() if fields["JobId"] == self.number]
+        return own
 
     @property
     def state(self) -> str:
@@ -288,18 +287,19 @@ class Job:
 
     def wait(self, seconds: float = 300) -> str:
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE")
-        try:
-            self.cluster.wait_until(lambda: self.state in over, seconds)
-        except AssertionError:
-            raise AssertionError(f"job {self.number} is {self.fields()}:\n{self.log}") from None
+        self.wait_until(lambda: self.state in over, "ended", seconds)
         return self.state
 
-    def wait_for(self, text: str, seconds: float = 200, times: int = 1) -> None:
+    def wait_for(self, text: str, times: int = 1) -> None:
         """Wait until the log contains a text this many times."""
+        self.wait_until(lambda: self.log.count(text) >= times, f"printed {text!r}")
+
+    def wait_until(self, condition: Callable[[], object], what: str, seconds: float = 200) -> None:
+        """As the cluster does, with the job's log in the error: that it has not done this."""
         try:
-            self.cluster.wait_until(lambda: self.log.count(text) >= times, seconds)
+            self.cluster.wait_until(condition, seconds)
         except AssertionError:
-            raise AssertionError(f"job {self.number} ({self.state}) has not printed {text!r}:\n{self.log}") from None
+            raise AssertionError(f"job {self.number}, {self.fields()}, has not {what}:\n{self.log}") from None
 
     def signal(self, name: str) -> None:
         """Send a signal to all tasks, as `--signal` does before the time limit."""

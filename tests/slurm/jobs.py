@@ -46,10 +46,7 @@ def saved_after(job: Job) -> list[int]:
 
 
 def wait_until_saved(job: Job, run: Path, step: int) -> None:
-    try:
-        job.cluster.wait_until(lambda: any(step_of(path) >= step for path in checkpoints(run)), 200)
-    except AssertionError:
-        raise AssertionError(f"job {job.number} ({job.state}) has not saved step {step}:\n{job.log}") from None
+    job.wait_until(lambda: any(step_of(path) >= step for path in checkpoints(run)), f"saved step {step}")
 
 
 def weights_of(run: Path) -> dict[str, Tensor]:

@@ -97,12 +97,12 @@ def test_one_task_of_a_sweep_is_preempted(cluster: Cluster, tiny_corpus: Path, t
     )
     listed = cluster.run("squeue", "--array", "-h", "-o", "%i").stdout.split()
     assert sorted(listed) == [f"{array.number}_0", f"{array.number}_1"]
-    cluster.wait_until(lambda: len(numbers(cluster, array)) == 2, 200)
-    [own] = [job for job in numbers(cluster, array) if job == array.number]
+    cluster.wait_until(lambda: len(numbers(array)) == 2, 200)
+    [own] = [job for job in numbers(array) if job == array.number]
     log = Job(cluster, own)
     log.wait_for("MOMENT training", times=3)
     cluster.run("scancel", "--signal=USR1", f"{array.number}_1")
-    jobs = {number: Job(cluster, number) for number in numbers(cluster, array)}
+    jobs = {number: Job(cluster, number) for number in numbers(array)}
     assert [job.wait() for job in jobs.values()] == ["COMPLETED", "COMPLETED"]
     assert {number: job.restarts for number, job in jobs.items()} == {
         number: int(number == array.number) for number in jobs
@@ -111,11 +111,9 @@ def test_one_task_of_a_sweep_is_preempted(cluster: Cluster, tiny_corpus: Path, t
     assert [step_of(checkpoints(tmp_path / name)[-1]) for name in ("a", "b")] == [60, 60]
 
 
-def numbers(cluster: Cluster, array: Job) -> list[str]:
+def numbers(array: Job) -> list[str]:
     """Return the job ids of an array's tasks that have started."""
-    lines = cluster.run("scontrol", "-o", "show", "job", array.number).stdout.splitlines()
-    fields = [dict(pair.split("=", 1) for pair in line.split() if "=" in pair) for line in lines]
-    return [one["JobId"] for one in fields if one["ArrayTaskId"].isdigit()]
+    return [one["JobId"] for one in array.all_fields() if one["ArrayTaskId"].isdigit()]
 
 
 @pytest.mark.slow
@@ -127,9 +125,9 @@ def test_tasks_that_share_a_text(cluster: Cluster, trained_run: Path, tmp_path: 
     script = ["--nodes=1", *ANY_NODE.split(), "slurm/translate.sbatch"]
     shared = [*arguments, "--output", output, "--shard-lines", CHUNK]
     array = cluster.submit("--array=3-5", *script, *shared)
-    cluster.wait_until(lambda: len(numbers(cluster, array)) == 3 and any(shards.glob("*[0-9]")), 200)
+    cluster.wait_until(lambda: len(numbers(array)) == 3 and any(shards.glob("*[0-9]")), 200)
     # The last task of an array has the array's job id, which stands for all tasks.
-    preempted, killed, signalled = (Job(cluster, number) for number in sorted(numbers(cluster, array)))
+    preempted, killed, signalled = (Job(cluster, number) for number in sorted(numbers(array)))
     cluster.run("scontrol", "requeue", f"{array.number}_5")
     os.kill(cluster.tasks(killed.number)[0], signal.SIGKILL)
     signalled.signal("USR1")
@@ -190,7 +188,7 @@ def test_the_stages_of_synthesize(cluster: Cluster, trained_run: Path, tmp_path:
     jobs["fit-forward"].wait_for("training:")
     cluster.run("scontrol", "requeue", jobs["fit-forward"].number)
     array = jobs["translate-round1.source"]
-    cluster.wait_until(lambda: len(numbers(cluster, array)) == 2 and cluster.tasks(array.number), 300)
+    cluster.wait_until(lambda: len(numbers(array)) == 2 and cluster.tasks(array.number), 300)
     with suppress(ProcessLookupError):  # A stage ends with the process that has started it.
         for task in cluster.tasks(array.number):
             os.kill(task, signal.SIGKILL)
