@@ -10,7 +10,9 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial, partialmethod
 from pathlib import Path
 
 import torch
@@ -21,12 +23,16 @@ from torch.profiler import profile
 from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch
 from model import packed_attention
 from model.backend import Backend
+from model.fast.compilation import CompiledForward
 from model.loss import PYTORCH_LOSS, LossSums
 from model.training_module import StepOutputs, TranslationModule
 from pipeline.__main__ import main
+from pipeline.compat.lightning import SingleStreamDDP, call_as_step
 from pipeline.runtime import backend
 from pipeline.runtime.launch import process_rank
-from tests.model.sentence_batches import sentence_by_sentence
+from pipeline.training import memory_probe
+from tests.compilations import Compilations
+from tests.model.sentence_batches import masked_attention, packed, sentence_by_sentence
 
 training_step = TranslationModule.training_step
 losses = TranslationModule.losses
@@ -99,10 +105,6 @@ def slow_rank() -> None:
     TranslationModule.on_train_batch_end = sleep_last  # type: ignore[method-assign]
 
 
-def nothing() -> None:
-    """The program as it is."""
-
-
 def other_backend() -> None:
     """Rank 1 has PyTorch's loss, and flash attention."""
 
@@ -162,6 +164,55 @@ def count_collectives() -> None:
     TranslationModule.training_step = count_and_train  # type: ignore[method-assign]
     dist.all_reduce = count_and_reduce
     dist.distributed_c10d._tensor_to_object = unpickle
+
+
+def compile_network() -> None:
+    """Ranks compile their network, and call `warm_up` before the first step, as the memory probe does on a GPU.
+
+    Another attention stands in for flash attention. Each rank writes RANK.json to the folder COUNTS: numbers of
+    compilations, of graphs and of the parts that DDP splits them into, before the first step and at the end; and sums
+    of the gradients of `warm_up`, which differ between ranks unless they are reduced, and of the trained weights.
+    """
+    compilations, parts = Compilations(), 0
+    counts: list[tuple[int, int, int]] = []
+    gradients: list[float] = []
+
+    def compile_part(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        # Inductor would take minutes, and what is compiled, when and for which buckets does not depend on it.
+        nonlocal parts
+        parts += 1
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    def changed(*arguments: object) -> Backend:
+        compiled = partial(CompiledForward, backend=compile_part)  # type: ignore[arg-type]
+        return replace(choose_backend(*arguments), attention=packed_attention.FLASH_ATTENTION, compiled=compiled)
+
+    def sums(tensors: Iterable[Tensor | None]) -> list[float]:
+        return [tensor.double().sum().item() for tensor in tensors if tensor is not None]
+
+    def count() -> None:
+        counts.append((compilations.count, compilations.num_graphs, parts))
+
+    def rehearse(module: TranslationModule) -> None:
+        compilations.__enter__()
+        lengths = [[(9, 7), (20, 11)] * (5 + module.global_rank)]
+        batch = packed(lengths, shape=module.trainer.datamodule.row_shape(2))
+        call_as_step(module.trainer, "warm_up", batch)
+        count()
+        gradients.extend(sums(parameter.grad for parameter in module.parameters()))
+        module.trainer.optimizers[0].zero_grad()
+
+    def write(module: TranslationModule) -> None:
+        count()
+        result = {"counts": counts, "gradients": gradients, "weights": sums(module.parameters())}
+        (Path(os.environ["COUNTS"]) / f"{module.global_rank}.json").write_text(json.dumps(result))
+
+    memory_probe.can_measure_peak = lambda: False  # on a CPU it would try, and compile, parts of a micro-batch
+    backend.choose_backend = changed
+    packed_attention._flash = masked_attention
+    SingleStreamDDP.__init__ = partialmethod(SingleStreamDDP.__init__, bucket_cap_mb=1)  # type: ignore[assignment]
+    TranslationModule.on_train_start = rehearse  # type: ignore[method-assign]
+    TranslationModule.on_train_end = write  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
