@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import termios
 import time
 from contextlib import suppress
@@ -12,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, pipeline
+from tests.conftest import pipeline, program
 from tests.integration.runs import assert_ended, assert_same_state, checkpoints, descendants, start, step_of
 
 
@@ -116,8 +114,5 @@ for signum in (signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM):
         os.kill(helper, signum)
     AsyncCompile.process_pool().submit(os.getpid).result(timeout=30)
 """
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, check=False, timeout=200
-    )
+    done = program(code, XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr.decode()
