@@ -142,6 +142,10 @@ def serve(address: str) -> Request:
     """Fork for each request. Returns in the forked process only, with the request."""
     for name in ("lightning.pytorch", "sacrebleu", "sentencepiece", "torch.utils.tensorboard"):
         importlib.import_module(name)
+    # A test that has trained in its own process ignores them, as do the programs that it starts.
+    for signum in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(address + ".new")
     listener.listen(64)
