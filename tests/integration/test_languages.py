@@ -46,21 +46,16 @@ def validation_page(run: Path) -> str:
     return accumulator(run).Tensors("validation/translations/text_summary")[-1].tensor_proto.string_val[0].decode()
 
 
-def text_options(recipe: Path) -> list[object]:
-    folder = recipe.parent
-    return ["--source", folder / "validation.source", "--reference", folder / "validation.target", "--beam", 1]
-
-
 def test_validation_evaluate_and_export_agree(recipe: Path, tmp_path: Path) -> None:
     run = recipe.parent / "run"
     logged = accumulator(run).Scalars("validation/bleu")[-1].value
     assert logged > 1
     assert "|tok:ja-mecab-" in validation_page(run)
     newest = checkpoints(run)[-1]
-    done = pipeline("evaluate", newest, *text_options(recipe), "--versus", newest)
+    text = ["--source", recipe.parent / "validation.source", "--reference", recipe.parent / "validation.target"]
+    done = pipeline("evaluate", newest, *text, "--beam", 1)
     scores = json.loads(done.stdout.decode().splitlines()[-1])
     assert scores["bleu"] == pytest.approx(logged, abs=1e-3)
-    assert scores["versus"]["bleu"] == scores["bleu"]
     assert scores["chrf"] > 0
     assert "|tok:ja-mecab-" in scores["bleu_signature"]
     assert pipeline("export", newest, tmp_path / "bundle", "--format", "ctranslate2").returncode == 0
