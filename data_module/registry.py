@@ -1,8 +1,8 @@
-"""Implementations by name: parts of the network, optimizers, readers of text, metrics."""
+"""What a recipe may choose: implementations by name, such as readers of text and optimizers, and ranges of values."""
 
 import difflib
-from collections.abc import Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -11,6 +11,14 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str, prefix: str = 
     """Return a question with `prefix` and the known name that is nearest to `name`; `otherwise` if none is near."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"did you mean {prefix}{near[0]}?" if near else otherwise
+
+
+def check_range(settings: object, section: str, rule: str, is_valid: Callable[[Any], bool], *names: str) -> None:
+    """Raise ValueError for the first of these settings that is neither None nor valid; `rule` says what is."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and not is_valid(value):
+            raise ValueError(f"{section}.{name} {value} is not {rule}")
 
 
 class Registry(dict[str, T]):

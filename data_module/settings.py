@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field, fields
 
 from data_module.files import PathText
+from data_module.registry import check_range
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,7 @@ class BpeDropout:
     """Probability of leaving out a merge of target text."""
 
     def __post_init__(self) -> None:
-        for side in ("source", "target"):
-            if not 0 <= getattr(self, side) < 1:
-                raise ValueError(f"corpus.bpe_dropout.{side} {getattr(self, side)} is not from 0 to below 1")
+        check_range(self, "corpus.bpe_dropout", "from 0 to below 1", lambda p: 0 <= p < 1, "source", "target")
 
 
 @dataclass(frozen=True)
@@ -106,10 +105,8 @@ class NoiseSettings:
     """Put the same one to three emoji at matching places of both sides. They need `corpus.byte_fallback`."""
 
     def __post_init__(self) -> None:
-        for kind in fields(self):
-            value = getattr(self, kind.name)
-            if not 0 <= value <= 1:
-                raise ValueError(f"corpus.noise.{kind.name} {value} is not from 0 to 1")
+        kinds = (kind.name for kind in fields(self))
+        check_range(self, "corpus.noise", "from 0 to 1", lambda share: 0 <= share <= 1, *kinds)
         if (cased := self.lower_case + self.title_case + self.upper_case) > 1 + 1e-9:
             raise ValueError(
                 f"corpus.noise.lower_case, title_case and upper_case are {cased:g} together; a pair gets at most one of"
@@ -192,9 +189,5 @@ class BatchSettings:
     """Number of loader processes per rank."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_tokens", "max_tokens_per_device"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"batches.{name} {value} is not 1 or more")
-        if self.workers < 0:
-            raise ValueError(f"batches.workers {self.workers} is not 0 or more")
+        check_range(self, "batches", "1 or more", lambda count: count >= 1, "batch_tokens", "max_tokens_per_device")
+        check_range(self, "batches", "0 or more", lambda count: count >= 0, "workers")

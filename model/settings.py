@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from data_module.registry import check_range
+
 DECAY_TO_LAST_STEP = {"linear", "cosine"}
 """Schedules that depend on `trainer.max_steps`, which therefore must stay as it is when a run is resumed."""
 STOP_RULES = ("exact", "first")
@@ -77,21 +79,15 @@ class NetworkSettings:
         return self.d_model // self.num_heads if self.d_v is None else self.d_v
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "d_model", "d_ff", "num_heads", "max_positions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"network.{name} {getattr(self, name)} is not 1 or more")
-        for name in ("num_encoder_layers", "num_decoder_layers", "d_k", "d_v"):
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                raise ValueError(f"network.{name} {size} is not 1 or more")
+        sizes = "num_layers", "num_encoder_layers", "num_decoder_layers", "d_model", "d_ff", "num_heads", "d_k", "d_v"
+        check_range(self, "network", "1 or more", lambda size: size >= 1, *sizes, "max_positions")
+        dropouts = "dropout", "attention_dropout", "activation_dropout"
+        check_range(self, "network", "in [0, 1)", lambda p: 0.0 <= p < 1.0, *dropouts)
         if (self.d_k is None or self.d_v is None) and self.d_model % self.num_heads:
             raise ValueError(
                 f"network.d_model {self.d_model} is not a multiple of network.num_heads {self.num_heads}: "
                 "change one, or give network.d_k and network.d_v"
             )
-        for name in ("dropout", "attention_dropout", "activation_dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"network.{name} {getattr(self, name)} is not in [0, 1)")
 
 
 def changed_keys(first: Mapping[str, object], second: Mapping[str, object]) -> list[str]:
@@ -155,21 +151,16 @@ class TrainingSettings:
     """
 
     def __post_init__(self) -> None:
-        if self.ema_decay is not None and not 0.0 < self.ema_decay < 1.0:
-            raise ValueError(f"training.ema_decay {self.ema_decay} is not between 0 and 1")
-        if not 0.0 <= self.label_smoothing < 1.0:
-            raise ValueError(f"training.label_smoothing {self.label_smoothing} is not in [0, 1)")
-        for name in ("adam_beta1", "adam_beta2"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"training.{name} {getattr(self, name)} is not in [0, 1)")
-        if self.muon_momentum is not None:
-            if self.optimizer == "adam":
-                raise ValueError("training.muon_momentum has no effect on training.optimizer adam; give adam_beta1")
-            if not 0.0 <= self.muon_momentum < 1.0:
-                raise ValueError(f"training.muon_momentum {self.muon_momentum} is not in [0, 1)")
-        for name in ("learning_rate_factor", "r_drop_alpha", "weight_decay"):
-            if not 0.0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"training.{name} {getattr(self, name)} is not a finite number of 0 or more")
+        shares = "label_smoothing", "adam_beta1", "adam_beta2", "muon_momentum"
+        check_range(self, "training", "in [0, 1)", lambda share: 0.0 <= share < 1.0, *shares)
+        check_range(self, "training", "between 0 and 1", lambda decay: 0.0 < decay < 1.0, "ema_decay")
+        check_range(self, "training", "1 or more", lambda steps: steps >= 1, "warmup_steps")
+        factors = "learning_rate_factor", "r_drop_alpha", "weight_decay"
+        check_range(self, "training", "a finite number of 0 or more", lambda x: 0.0 <= x < math.inf, *factors)
+        positive = "adam_epsilon", "gradient_clip_norm", "peak_learning_rate"
+        check_range(self, "training", "a finite number above 0", lambda x: 0.0 < x < math.inf, *positive)
+        if self.muon_momentum is not None and self.optimizer == "adam":
+            raise ValueError("training.muon_momentum has no effect on training.optimizer adam; give adam_beta1")
         if self.schedule == "paper" and self.peak_learning_rate is not None:
             raise ValueError(
                 "training.peak_learning_rate has no effect on training.schedule paper; choose inverse_sqrt, or give "
@@ -177,12 +168,6 @@ class TrainingSettings:
             )
         if self.schedule in ("inverse_sqrt", "linear", "cosine") and self.peak_learning_rate is None:
             raise ValueError(f"training.schedule {self.schedule} needs training.peak_learning_rate, such as 5e-4")
-        for name in ("adam_epsilon", "gradient_clip_norm", "peak_learning_rate"):
-            value = getattr(self, name)
-            if value is not None and not 0.0 < value < math.inf:
-                raise ValueError(f"training.{name} {value} is not a finite number above 0")
-        if self.warmup_steps < 1:
-            raise ValueError(f"training.warmup_steps {self.warmup_steps} is not 1 or more")
 
 
 LARGEST_SEARCH = 1_000_000
@@ -205,9 +190,8 @@ class DecodingSettings:
     def __post_init__(self) -> None:
         if self.stop_rule not in STOP_RULES:
             raise ValueError(f"decoding.stop_rule {self.stop_rule} is not {' or '.join(STOP_RULES)}")
-        if not 1 <= self.beam_size <= LARGEST_SEARCH:
-            raise ValueError(f"decoding.beam_size {self.beam_size} is not 1 to {LARGEST_SEARCH:,}")
-        if not 0.0 <= self.length_penalty < math.inf:
-            raise ValueError(f"decoding.length_penalty {self.length_penalty} is not a finite number of 0 or more")
-        if not 0 <= self.max_extra_tokens <= LARGEST_SEARCH:
-            raise ValueError(f"decoding.max_extra_tokens {self.max_extra_tokens} is not 0 to {LARGEST_SEARCH:,}")
+        largest = LARGEST_SEARCH
+        check_range(self, "decoding", f"1 to {largest:,}", lambda size: 1 <= size <= largest, "beam_size")
+        check_range(self, "decoding", f"0 to {largest:,}", lambda size: 0 <= size <= largest, "max_extra_tokens")
+        rule = "a finite number of 0 or more"
+        check_range(self, "decoding", rule, lambda alpha: 0.0 <= alpha < math.inf, "length_penalty")

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from data_module.errors import InputError
 from data_module.files import PathText, PlainValues
+from data_module.registry import check_range
 
 LIKELIHOOD = "likelihood"
 """The value of `run.best_by` that is no metric of translations."""
@@ -56,21 +57,17 @@ class RunSettings:
     """How long a rank waits for another one before it ends with an error that names it."""
 
     def __post_init__(self) -> None:
-        for name in ("keep_last", "log_every_steps", "timeout_seconds", "checkpoint_every_steps", "patience"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"run.{name} {value} is not 1 or more")
-        if self.checkpoint_every_minutes is not None and not self.checkpoint_every_minutes > 0:
-            raise ValueError(f"run.checkpoint_every_minutes {self.checkpoint_every_minutes} is not more than 0")
-        if self.validation_translations is not None and self.validation_translations < 0:
-            raise ValueError(f"run.validation_translations {self.validation_translations} is not 0 or more")
+        positive = "keep_last", "log_every_steps", "timeout_seconds", "checkpoint_every_steps", "patience"
+        check_range(self, "run", "1 or more", lambda count: count >= 1, *positive)
+        check_range(self, "run", "more than 0", lambda minutes: minutes > 0, "checkpoint_every_minutes")
+        check_range(self, "run", "0 or more", lambda count: count >= 0, "validation_translations")
+        # PyTorch's generators take no more.
+        check_range(self, "run", "0 or more and less than 2 ** 63", lambda seed: 0 <= seed < 1 << 63, "seed")
         if self.validation_translations == 0 and self.best_by != LIKELIHOOD:
             raise ValueError(
                 f"run.best_by {self.best_by} is a score of translations, and run.validation_translations 0 makes none; "
                 f"give run.best_by {LIKELIHOOD}, or another number"
             )
-        if not 0 <= self.seed < 1 << 63:  # PyTorch's generators take no more.
-            raise ValueError(f"run.seed {self.seed} is not 0 or more and less than 2 ** 63")
         if self.checkpoint_every_steps is None and self.checkpoint_every_minutes is None:
             raise ValueError("run: give checkpoint_every_steps or checkpoint_every_minutes")
 
@@ -92,11 +89,9 @@ class MonitoringSettings:
     """Number of the most frequent pieces shown in the projector."""
 
     def __post_init__(self) -> None:
-        for name in ("attention_sentences", "attention_layers", "attention_heads"):
-            if any(index < 0 for index in getattr(self, name) or ()):
-                raise ValueError(f"monitoring.{name} {getattr(self, name)} is not 0 or more")
-        if self.embedding_pieces < 1:
-            raise ValueError(f"monitoring.embedding_pieces {self.embedding_pieces} is not 1 or more")
+        indices = "attention_sentences", "attention_layers", "attention_heads"
+        check_range(self, "monitoring", "0 or more", lambda values: min(values, default=0) >= 0, *indices)
+        check_range(self, "monitoring", "1 or more", lambda count: count >= 1, "embedding_pieces")
 
 
 RESERVED_KEYS = {
