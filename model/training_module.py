@@ -82,12 +82,6 @@ class TranslationModule(LightningModule):
         self._skipped = torch.zeros(2)
         """Number of skipped steps: in all, and in a row up to now. On the CPU before the first step."""
 
-    def transfer_batch_to_device(
-        self, batch: RankBatch | PaddedBatch, device: torch.device, dataloader_idx: int
-    ) -> RankBatch | PaddedBatch:
-        """Copy the batch to the device. Unlike Lightning's default, this does not block the host."""
-        return batch.to(device, non_blocking=True)
-
     def on_fit_start(self) -> None:
         """Disable cuDNN's attention kernels."""
         # On some GPUs PyTorch prefers them to its flash kernel, and cuDNN plans anew for every shape of a batch.

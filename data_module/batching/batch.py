@@ -132,9 +132,9 @@ class RankBatch:
         # The default shares file descriptors, for which the receiving process must connect back to this one.
         return _from_numpy, ({**vars(self), "numbers": self.numbers.numpy(), "pairs": self.pairs.numpy()},)
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "RankBatch":
-        """Return a copy on another device."""
-        return replace(self, numbers=self.numbers.to(device, non_blocking=non_blocking))
+    def to(self, device: torch.device | str) -> "RankBatch":
+        """Return a copy on another device; the host does not wait for it. Lightning calls this for each step."""
+        return replace(self, numbers=self.numbers.to(device, non_blocking=True))
 
     def pin_memory(self) -> "RankBatch":
         """Return a copy in page-locked memory, for asynchronous copies to a GPU."""
@@ -339,14 +339,10 @@ class PaddedBatch:
     is_translated: bool = True
     """Whether validation also translates the sources of this batch."""
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "PaddedBatch":
-        """Return a copy on another device."""
-        tensors: dict[str, Any] = {
-            name: value.to(device, non_blocking=non_blocking)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
-        }
-        return replace(self, **tensors)
+    def to(self, device: torch.device | str) -> "PaddedBatch":
+        """Return a copy on another device; the host does not wait for it. Lightning calls this for each batch."""
+        tensors: dict[str, Any] = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
 
 
 def pad_batch(

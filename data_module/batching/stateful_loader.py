@@ -118,13 +118,6 @@ class StatefulLoader(DataLoader[RankBatch]):
         self.on_wait: Callable[[str], None] = lambda _: None
         """Called with "data_wait" before waiting for a batch, and with "loop_overhead" after."""
 
-    def check_worker_number_rationality(self) -> None:
-        """Accept any number of workers.
-
-        PyTorch warns on every rank if there are more workers than processors. Here the amount of work does not depend
-        on the number of workers, and they sleep most of the time, so more workers than processors do no harm.
-        """
-
     def __iter__(self) -> Iterator[RankBatch]:  # type: ignore[override]
         """Yield batches from the position on, endlessly."""
         self._rank_batches.seek(*self._position)

@@ -37,9 +37,9 @@ def quiet_lightning() -> None:
         level = logging.INFO if name.endswith("profilers") else logging.WARNING
         logging.getLogger(name).setLevel(level)
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    # The amount of work does not depend on the number of workers, which sleep most of the time.
     warnings.filterwarnings("ignore", ".*This DataLoader will create .* worker processes.*")
     warnings.filterwarnings("ignore", ".*treespec, LeafSpec.*")
-    warnings.filterwarnings("ignore", ".*overridden `transfer_batch_to_device`.*")  # It is overridden on purpose.
     warnings.filterwarnings("ignore", ".*`srun` command is available.*")
     # run.patience may be removed on resume, and with it the callback whose state is in the checkpoint.
     warnings.filterwarnings("ignore", ".*callbacks used to create the checkpoint need to be provided.*")
