@@ -28,8 +28,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def user_path(text: str | Path) -> Path:
     """Return a path whose `~` or `~name` at the beginning is replaced by the home folder.
 
-    Raises:
-        InputError: there is no such home folder.
+    Raises InputError if there is no such home folder.
     """
     try:
         return Path(text).expanduser()
@@ -118,8 +117,7 @@ def open_in_place(path: Path, flags: int) -> int:
     A link is not followed: another user who can write to the folder could let it point to a file elsewhere. `flags` are
     those of `os.open`.
 
-    Raises:
-        OSError: as `os.open` does; the file is a link, or another kind of file, such as a FIFO.
+    Raises OSError as `os.open` does, or if the file is a link, or another kind of file, such as a FIFO.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -307,8 +305,7 @@ class FileLock:
         With the default flags of `os.open`, both are created if they do not exist. On NFS, only a shared lock needs no
         permission to write.
 
-        Raises:
-            OSError: the file cannot be created or opened; see `open_in_place`.
+        Raises OSError if the file cannot be created or opened; see `open_in_place`.
         """
         self._path, self._flags = path, flags
         self._descriptor: int | None = self._open()
@@ -321,8 +318,7 @@ class FileLock:
             shared: exclude only locks that are not shared.
             wait: wait until no other lock excludes this one.
 
-        Raises:
-            OSError: the file system has no locks.
+        Raises OSError if the file system has no locks.
         """
         operation = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
         while True:

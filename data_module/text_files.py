@@ -48,9 +48,8 @@ def open_file(path: str | Path) -> BufferedReader:
 
     Other files, such as pipes, are read only if the path names one that is already open, such as /dev/stdin.
 
-    Raises:
-        InputError: the file cannot be opened, is a pipe or a device, or is not text. Reading raises it if the file is
-            damaged or has a line of more than `LONGEST_LINE` bytes. The message names the file.
+    Raises InputError if the file cannot be opened, is a pipe or a device, or is not text. Reading raises it if the file
+    is damaged or has a line of more than `LONGEST_LINE` bytes. The message names the file.
     """
     name = str(path)
     file = open_regular(path)
@@ -67,8 +66,7 @@ def open_file(path: str | Path) -> BufferedReader:
 def open_regular(path: str | Path) -> FileIO:
     """Open a regular file for reading. Opening a named pipe would wait for a writer; see `open_file`.
 
-    Raises:
-        InputError: the file cannot be opened, or is not a regular one.
+    Raises InputError if the file cannot be opened, or is not a regular one.
     """
     is_open = str(path).startswith(_OPEN_FILES)
     with read_errors(str(path)):

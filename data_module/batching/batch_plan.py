@@ -78,8 +78,7 @@ def plan_epoch(
         epoch: index of the epoch.
         pairs: the pairs that the epoch has, as indices, which may repeat; None if it has each of them once.
 
-    Raises:
-        ValueError: there are no pairs, or a pair is longer than a batch.
+    Raises ValueError if there are no pairs, or a pair is longer than a batch.
 
     Example, eight pairs and batches of at most 20 tokens a side:
 
@@ -203,11 +202,7 @@ class Epochs:
         return self._variants[epoch % len(self._variants)]
 
     def get(self, epoch: int) -> Epoch:
-        """Return an epoch.
-
-        Raises:
-            ValueError: see `plan_epoch`.
-        """
+        """Return an epoch; raise ValueError as `plan_epoch` does."""
         # The name is a hash of all that the plan depends on: no process maps a plan of other code or another corpus.
         settings = (sorted(self._settings.items()), self._weights)
         key = repr((self.corpus(epoch).identity, settings, epoch, np.__version__))
@@ -231,8 +226,7 @@ class Epochs:
 def shared_plan(folder: Path, name: str, make: Callable[[], EpochPlan]) -> EpochPlan:
     """Map the plan of this name in the folder. If it does not exist, one of the calling processes makes it.
 
-    Raises:
-        OSError: the folder cannot be read or written.
+    Raises OSError if the folder cannot be read or written.
     """
     path = folder / f"{name}.plan"
     with suppress(FileNotFoundError):  # Then it is computed below.

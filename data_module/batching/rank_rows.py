@@ -72,8 +72,7 @@ def row_shape(
         world_size: number of ranks.
         constant: see `RowShape`.
 
-    Raises:
-        ValueError: the longest sentence does not fit in a row.
+    Raises ValueError if the longest sentence does not fit in a row.
     """
     limit = max_tokens_per_device or batch_tokens
     for key, most in (("batch_tokens", batch_tokens), ("max_tokens_per_device", limit)):

@@ -49,8 +49,7 @@ _MAX_UNKNOWN = 0.05
 def learn_tokenizer(settings: CorpusSettings, checked: TextChecker, progress: bool) -> Tokenizer:
     """Train the tokenizer on a seeded sample of the training text.
 
-    Raises:
-        InputError: see `read_pairs` and `train_on_words`; or no pair is left.
+    Raises InputError as `read_pairs` and `train_on_words` do, or if no pair is left.
     """
     return _train_tokenizer(settings, count_words(settings, checked, progress), progress)
 
@@ -100,8 +99,7 @@ def write_corpus(
 ) -> Manifest:
     """Clean, encode and write all pairs to an empty folder; return the manifest, of which `inputs` is a part.
 
-    Raises:
-        InputError: see `read_pairs`; or a split keeps no pair.
+    Raises InputError as `read_pairs` does, or if a split keeps no pair.
     """
     dtype = token_type(tokenizer.vocabulary_size)
     source_encoder = target_encoder = WordEncoder(tokenizer, dtype)
@@ -296,8 +294,7 @@ class _SplitWriter:
         The entry lists sources in the order of their pairs in the stores. The `pairs` kept pairs of a source are
         contiguous, and are stored `repeat` times.
 
-        Raises:
-            InputError: no pair is left.
+        Raises InputError if no pair is left.
         """
         self.pair_filter.check_not_empty(self._name)
         # Repetitions count in the number of pieces but not in `_unknown`, so the fraction may only be too low.

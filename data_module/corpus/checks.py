@@ -128,9 +128,8 @@ def given_tokenizer(settings: CorpusSettings, earlier: Tokenizer | None = None) 
 
     `earlier` is the tokenizer of the run to start from or to resume, if there is one.
 
-    Raises:
-        InputError: a tokenizer is not what the settings ask for; or `corpus.tokenizer` is another one than `earlier`,
-            cannot be read, or normalizes text.
+    Raises InputError if a tokenizer is not what the settings ask for; or `corpus.tokenizer` is another one than
+    `earlier`, cannot be read, or normalizes text.
     """
     if earlier is not None:
         _check_tokenizer(settings, earlier, "the tokenizer of the run to start from", "start without --init-from")
@@ -221,8 +220,7 @@ class TextChecker:
     def check(self, split: str, text: TextSource) -> SourceCheck:
         """Read a source once.
 
-        Raises:
-            InputError: see `read_pairs`; or a pair already has the prefix of its source.
+        Raises InputError as `read_pairs` does, or if a pair already has the prefix of its source.
         """
         names = open_reader(text, self.settings).names
         result = SourceCheck(", ".join(dict.fromkeys(names)))
@@ -275,11 +273,7 @@ class TextChecker:
 
 
 def check_text(settings: CorpusSettings) -> TextChecker:
-    """Read all text once.
-
-    Raises:
-        InputError: see `TextChecker.check`.
-    """
+    """Read all text once; raise InputError as `TextChecker.check` does."""
     checker = TextChecker(settings)
     for split, text in checker.sources():
         checker.check(split, text)

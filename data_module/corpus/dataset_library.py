@@ -37,8 +37,7 @@ def sentences(table: pa.Table, name: str, key: str, language: str) -> list[bytes
 
     Messages name the file and `key`, the recipe's key that names the language.
 
-    Raises:
-        InputError: the table has no `translation` column, or the column lacks the language or is not text.
+    Raises InputError if the table has no `translation` column, or the column lacks the language or is not text.
     """
     if _COLUMN not in table.column_names:
         raise InputError(
@@ -59,8 +58,7 @@ def sentences(table: pa.Table, name: str, key: str, language: str) -> list[bytes
 def tables(text: TextSource) -> Iterator[tuple[str, pa.Table]]:
     """Yield the rows of a split as tables, each with the name of its file.
 
-    Raises:
-        InputError: see `open_split`; or a file is damaged.
+    Raises InputError as `open_split` does, or if a file is damaged.
     """
     builder, files = open_split(text)
     for name, path in files.items():
@@ -88,8 +86,7 @@ def _json_tables(builder: datasets.DatasetBuilder, path: Path, split: str) -> It
 def open_split(text: TextSource) -> tuple[datasets.DatasetBuilder, dict[str, Path]]:
     """Return the library's builder of a split, and the split's files by name.
 
-    Raises:
-        InputError: there is no such data set, subset or split, or the hub cannot be reached.
+    Raises InputError if there is no such data set, subset or split, or the hub cannot be reached.
     """
     if int(datasets.__version__.split(".")[0]) < 4:
         # Earlier versions run code that comes with a data set.

@@ -24,9 +24,8 @@ class HubDataset(Reader):
     def files(self) -> dict[str, Path]:
         """Return the split's data files by their names in the data set. Those on the hub are downloaded once.
 
-        Raises:
-            InputError: the `datasets` library is missing, there is no such data set, subset or split, or the hub
-                cannot be reached.
+        Raises InputError if the `datasets` library is missing, there is no such data set, subset or split, or the hub
+        cannot be reached.
         """
         files: dict[str, Path] = _library().open_split(self.text)[1]
         return files
@@ -50,8 +49,7 @@ class HubDataset(Reader):
     def chunks(self) -> Iterator[tuple[list[bytes], list[bytes]]]:
         r"""Yield the split's rows. A null is an empty sentence, and a "\n" in a sentence becomes a space.
 
-        Raises:
-            InputError: see `files`; or a file is damaged, or has no such column or languages.
+        Raises InputError as `files` does, or if a file is damaged, or has no such column or languages.
         """
         source, target = self.languages
         source_key, target_key = self._key("source_language"), self._key("target_language")

@@ -160,8 +160,7 @@ def read_manifest(folder: Path) -> Manifest:
 
     The time this takes does not depend on the size of the corpus.
 
-    Raises:
-        InputError: the folder does not exist, is no corpus, is truncated, or has another format version.
+    Raises InputError if the folder does not exist, is no corpus, is truncated, or has another format version.
     """
     if not folder.exists():
         raise InputError(f"{folder}: no such corpus; run `{PROGRAM} prepare`")

@@ -41,11 +41,7 @@ class PairChunk:
 
 
 def open_reader(text: TextSource, settings: CorpusSettings) -> Reader:
-    """Return the reader of a text source.
-
-    Raises:
-        InputError: no reader of that name is registered.
-    """
+    """Return the reader of a text source; raise InputError if no reader of that name is registered."""
     languages = (
         text.source_language or settings.source_language,
         text.target_language or settings.target_language,
@@ -77,9 +73,8 @@ def read_pairs(
 ) -> Iterator[PairChunk]:
     """Read a source once, about a megabyte at a time, and add the stray marks of both sides to `marks`.
 
-    Raises:
-        InputError: see `Reader.chunks`; or there is no text, or a line is invalid UTF-8 and `corpus.drop_invalid_utf8`
-            is false.
+    Raises InputError as `Reader.chunks` does, or if there is no text, or a line is invalid UTF-8 and
+    `corpus.drop_invalid_utf8` is false.
     """
     reader = open_reader(text, settings)
     first_line = 1

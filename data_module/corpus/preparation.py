@@ -54,10 +54,9 @@ def prepare(
         force: rebuild the corpus even if it is up to date or was made from other inputs.
         progress: show progress bars on standard error for stages of more than two seconds.
 
-    Raises:
-        InputError: the settings or a source are invalid; the folder is no corpus, or one that is truncated, of another
-            format, or of other inputs or settings; the disk is full; or a run trains on the corpus that would be
-            replaced. No partial corpus is left behind.
+    Raises InputError if the settings or a source are invalid; the folder is no corpus, or one that is truncated, of
+    another format, or of other inputs or settings; the disk is full; or a run trains on the corpus that would be
+    replaced. No partial corpus is left behind.
     """
     check_settings(settings)
     given_tokenizer(settings, tokenizer)
@@ -143,8 +142,7 @@ def existing_corpus(settings: CorpusSettings, *, compare_texts: bool) -> Manifes
 
     With `compare_texts`, all texts are read, if they are available here, to check that the corpus was made from them.
 
-    Raises:
-        InputError: the folder is no corpus, or the corpus is truncated or was made from other inputs or settings.
+    Raises InputError if the folder is no corpus, or the corpus is truncated or was made from other inputs or settings.
     """
     reads = compare_texts and is_corpus(Path(settings.folder)) and all_available(settings)
     if (given := tokenizer_file(settings)) is not None:
@@ -175,8 +173,7 @@ def _up_to_date(
 ) -> Manifest | None:
     """Return the manifest of the existing corpus; None if there is none, or if `ignore_differences`.
 
-    Raises:
-        InputError: the folder is no corpus, or the corpus is truncated or was made from other inputs.
+    Raises InputError if the folder is no corpus, or the corpus is truncated or was made from other inputs.
     """
     folder = Path(settings.folder)
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
@@ -224,8 +221,7 @@ def _remove_leftovers(folder: Path) -> None:
 
     The caller holds the lock.
 
-    Raises:
-        OSError: one of them cannot be removed.
+    Raises OSError if one of them cannot be removed.
     """
     for leftover in (_partial(folder), _replaced(folder)):
         if leftover.is_symlink():  # not made by `prepare`; it leads elsewhere

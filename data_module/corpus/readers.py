@@ -41,8 +41,7 @@ class Reader(ABC):
         A line is one sentence and its final "\n", which only the source's very last line may lack. It contains no
         other "\n" (see `as_lines`). It need not be valid UTF-8: the caller decodes it.
 
-        Raises:
-            InputError: the source cannot be read or has an invalid line; the message names the file and line.
+        Raises InputError if the source cannot be read or has an invalid line; the message names the file and line.
         """
 
     @property

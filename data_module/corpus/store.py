@@ -87,8 +87,7 @@ class TokenStoreWriter:
     def append_flat(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
         """Append sentences. Their ids are concatenated in `tokens`; sentence i has `lengths[i]` of them.
 
-        Raises:
-            ValueError: a sentence has more than `MAX_TOKENS` ids.
+        Raises ValueError if a sentence has more than `MAX_TOKENS` ids.
         """
         longest = int(lengths.max(initial=0))
         if longest > MAX_TOKENS:
@@ -167,9 +166,8 @@ class TokenStore:
     def map_all(self, longest: int) -> None:
         """Map all files now: this process and those that it forks keep them if the corpus is replaced or moved.
 
-        Raises:
-            InputError: lengths and offsets do not match one another, the tokens or the manifest, which says how long
-                the longest sentence is.
+        Raises InputError if lengths and offsets do not match one another, the tokens or the manifest, which says how
+        long the longest sentence is.
         """
         tokens, offsets, lengths = self.tokens, self.offsets, self.lengths
         types = [tokens.dtype in (np.uint16, np.uint32), offsets.dtype == np.int64, lengths.dtype == np.uint16]
@@ -239,8 +237,7 @@ def open_corpus(folder: Path, split: Split, variant: int = 0) -> ParallelCorpus:
 
     The time this takes does not depend on the size of the corpus.
 
-    Raises:
-        InputError: see `read_manifest`; or the tokenizer is not the one that the corpus was made with.
+    Raises InputError as `read_manifest` does, or if the tokenizer is not the one that the corpus was made with.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)

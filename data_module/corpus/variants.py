@@ -135,8 +135,7 @@ def write_variants(
 
     `advance` is called with the number of pairs that have been written.
 
-    Raises:
-        InputError: a process that encodes has been killed.
+    Raises InputError if a process that encodes has been killed.
     """
     encoder = _ChunkEncoder(text, tokenizer, settings)
     encoded, counts = _encode_in_parallel(encoder), []

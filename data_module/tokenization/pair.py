@@ -23,8 +23,7 @@ def join_models(source: bytes, target: bytes, pieces: Sequence[str]) -> bytes:
 
     The vocabulary is in the order of the ids, beginning with the padding, unknown, begin and end symbols.
 
-    Raises:
-        InputError: a model is no sentencepiece model.
+    Raises InputError if a model is no sentencepiece model.
     """
     proto = proto_of(b"")
     types = proto.SentencePiece

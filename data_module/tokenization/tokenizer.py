@@ -112,9 +112,8 @@ class Tokenizer:
             seen: a byte for each piece: 1 if it occurs in a source sentence that a network was trained on, plus 2 if it
                 occurs in a target sentence. None if that is not known.
 
-        Raises:
-            InputError: the bytes are no sentencepiece model, its special ids are not this project's, or `seen` belongs
-                to another vocabulary.
+        Raises InputError if the bytes are no sentencepiece model, its special ids are not this project's, or `seen`
+        belongs to another vocabulary.
         """
         # Imported late: mistakes in a recipe are refused first, and loading batches does not need it.
         import sentencepiece
@@ -151,8 +150,7 @@ class Tokenizer:
     def load(cls, path: Path) -> "Tokenizer":
         """Load a model file, and the record of seen pieces that `save` has written beside it.
 
-        Raises:
-            InputError: the file cannot be read, or is no tokenizer; the message names it.
+        Raises InputError if the file cannot be read, or is no tokenizer; the message names it.
         """
         try:
             record = path.with_suffix(_SEEN)

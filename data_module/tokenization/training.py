@@ -130,8 +130,7 @@ def train_on_words(words: WordCounts, settings: CorpusSettings) -> bytes:
     `corpus.vocabulary_size` includes special ids, user symbols, bytes and single characters. The result is the bytes of
     a sentencepiece model. The GIL is released.
 
-    Raises:
-        InputError: the text is too small, or has too many characters, for this vocabulary size.
+    Raises InputError if the text is too small, or has too many characters, for this vocabulary size.
     """
     size, options = settings.vocabulary_size, _options(words, settings)
     with rule_file(lowercase_rules() if settings.lowercase else {}) as rules:
@@ -156,8 +155,7 @@ def train_on_words(words: WordCounts, settings: CorpusSettings) -> bytes:
 def _options(words: WordCounts, settings: CorpusSettings) -> PlainValues:
     """Return the training options that depend on the settings, except those for lower-casing.
 
-    Raises:
-        InputError: the text has no words, or more characters than the vocabulary has room for.
+    Raises InputError if the text has no words, or more characters than the vocabulary has room for.
     """
     user_symbols, byte_fallback = settings.user_symbols, settings.byte_fallback
     known = words.characters()

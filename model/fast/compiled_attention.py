@@ -59,8 +59,7 @@ class CompiledAttention:
 
         The GIL is released.
 
-        Raises:
-            MemoryError: there is no memory for one head of the longest segment.
+        Raises MemoryError if there is no memory for one head of the longest segment.
         """
         assert not dropout
         result: Tensor = _Attend.apply(self, segments, num_heads, d_k, *inputs)

@@ -41,8 +41,7 @@ def load_function(path: Path, name: str, request: type[ctypes.Structure]) -> Cal
 
     A program runs with this process's rights: the caller vouches for its origin.
 
-    Raises:
-        OSError: the file is no such program.
+    Raises OSError if the file is no such program.
     """
     try:
         function = getattr(ctypes.CDLL(str(path)), f"compute_{name}")

@@ -87,8 +87,7 @@ def unsupported(network: NetworkSettings) -> str | None:
 def load_library(path: Path) -> ctypes.CDLL:
     """Load a compiled program. It runs with this process's rights: the caller vouches for its origin.
 
-    Raises:
-        OSError: the file is no such program.
+    Raises OSError if the file is no such program.
     """
     library = ctypes.CDLL(str(path))
     try:
