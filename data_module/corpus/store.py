@@ -21,7 +21,6 @@ from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
 
 log = logging.getLogger(__name__)
 
-_ARRAYS = ("lengths", "tokens", "offsets")
 MAX_TOKENS = np.iinfo(np.uint16).max - 1  # Batches store lengths in 16 bits too, with EOS.
 """Maximum length of a sentence, because lengths are stored in 16 bits."""
 
@@ -256,15 +255,13 @@ def open_corpus(folder: Path, split: Split, variant: int = 0) -> ParallelCorpus:
 
 
 def read_ahead(corpora: Sequence[ParallelCorpus]) -> threading.Thread:
-    """Read whole corpora once, in a background thread, so that their pages are in this node's page cache.
+    """Read all tokens once, in a background thread, so that they are in this node's page cache.
 
-    Training reads short sentences in random order; on a shared file system each would be a request of its own. Corpora
-    of more than half of the available memory are not read, and a warning is logged.
+    Training reads short sentences in random order; on a shared file system each would be a request of its own. If the
+    tokens take more than half of the available memory, they are not read, and a warning is logged. Offsets and lengths
+    have been read by `map_all`.
     """
-    # Lengths first, because an epoch's plan is computed from them.
-    paths = [
-        _path(side.prefix, name) for corpus in corpora for name in _ARRAYS for side in (corpus.source, corpus.target)
-    ]
+    paths = [_path(side.prefix, "tokens") for corpus in corpora for side in (corpus.source, corpus.target)]
 
     def read() -> None:
         size = sum(path.stat().st_size for path in paths)

@@ -139,7 +139,7 @@ def test_read_ahead_reads_every_byte_if_there_is_memory(
         return int(fields["rchar"])
 
     opened = open_corpus(tiny_corpus, "train")
-    size = sum(path.stat().st_size for path in tiny_corpus.glob("train.*.npy"))
+    size = sum(path.stat().st_size for path in tiny_corpus.glob("train.*.tokens.npy"))
     before = read_so_far()
     reading = read_ahead([opened])
     assert reading.daemon, "a process that ends would wait for it"
