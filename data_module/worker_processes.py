@@ -7,12 +7,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 from data_module.errors import InputError
 from data_module.files import write_error
-
-Item = TypeVar("Item")
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PARENT_CHECK_SECONDS = 2.0
@@ -37,11 +34,6 @@ def shared_memory_error(reason: str) -> InputError:
         f"{_SHARED_MEMORY}: {reason}; the processes of batches.workers pass batches in this shared memory: set "
         "batches.workers 0, or make it larger or writable (--shm-size of a container)"
     )
-
-
-def identity(item: Item) -> Item:
-    """Return the item: the `collate_fn` of data sets whose items are complete."""
-    return item
 
 
 @contextmanager

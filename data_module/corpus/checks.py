@@ -182,16 +182,16 @@ def _check_tokenizer(settings: CorpusSettings, tokenizer: Tokenizer, name: str, 
             raise InputError(f"corpus.{key}: {problem}; leave it out, or {otherwise}")
 
 
-def lock_file(folder: Path) -> Path:
-    """Return the file that is locked, beside a corpus folder, while `prepare` writes the folder."""
-    return folder.with_name(f".{folder.name}.lock")
+def beside(folder: Path, what: str) -> Path:
+    """Return an entry beside a corpus folder: the `lock` of `prepare`, or a `partial` or `replaced` corpus."""
+    return folder.with_name(f".{folder.name}.{what}")
 
 
 def check_folder(settings: CorpusSettings) -> None:
     """Raise InputError if the corpus folder cannot be created or replaced, or is locked by another user."""
     folder = Path(settings.folder)
     target = folder.resolve()
-    lock = lock_file(target)
+    lock = beside(target, "lock")
     if lock.exists() and not os.access(lock, os.W_OK, effective_ids=True):
         raise InputError(f"{lock}: belongs to another user; remove it if that user is not preparing this corpus")
     # A corpus is written beside its folder, and then renamed; the files of the previous one are removed.

@@ -298,7 +298,8 @@ def source_names(texts: Sequence[TextSource]) -> list[str]:
     file or data set (`news` for `text/news.en.gz`). Sources that share a name or a prefix are one source in reports.
     A name made from a file gets a number if another source has the same name.
     """
-    given = [text.name or _of_prefix(text.prefix or "") for text in texts]
+    # Of a prefix, what is from its first letter or digit to its last.
+    given = [text.name or _only_allowed(re.sub(r"^[\W_]+|[\W_]+$", "", text.prefix or "")) for text in texts]
     taken, names = set(given), []
     for name, text in zip(given, texts, strict=True):
         base = _of_file(text)
@@ -306,11 +307,6 @@ def source_names(texts: Sequence[TextSource]) -> list[str]:
         names.append(name or next(free for free in chain([base], numbered) if free not in taken))
         taken.add(names[-1])
     return names
-
-
-def _of_prefix(prefix: str) -> str:
-    """Return the prefix from its first letter or digit to its last; empty if it has none."""
-    return _only_allowed(re.sub(r"^[\W_]+|[\W_]+$", "", prefix))
 
 
 def _of_file(text: TextSource) -> str:

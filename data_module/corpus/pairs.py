@@ -233,7 +233,7 @@ class PairFilter:
         """Return the indices of the pairs to keep, and count all pairs `repeat` times. Lengths are in pieces."""
         settings, counts = self._settings, self.counts
         num_pairs = len(chunk.source)
-        left = np.ones(num_pairs, dtype=bool)
+        numbers, left = np.arange(num_pairs), np.ones(num_pairs, dtype=bool)
 
         def drop(reason: Reason, unwanted: np.ndarray) -> None:
             pairs, entry = np.flatnonzero(left & unwanted), counts["pairs_dropped"][reason]
@@ -245,7 +245,7 @@ class PairFilter:
 
         shorter = np.minimum(source_lengths, target_lengths)
         longer = np.maximum(source_lengths, target_lengths)
-        drop(Reason.INVALID_UTF8, _mask(num_pairs, chunk.invalid))
+        drop(Reason.INVALID_UTF8, np.isin(numbers, chunk.invalid))
         drop(Reason.EMPTY, shorter == 0)
         drop(Reason.TOO_LONG, longer > settings.max_tokens)
         if self._held_out is not None:
@@ -259,7 +259,7 @@ class PairFilter:
             if settings.drop_duplicates:
                 candidates = np.flatnonzero(left)
                 hashes = hash_pairs((chunk.source[i], chunk.target[i]) for i in candidates.tolist())
-                drop(Reason.DUPLICATE, _mask(num_pairs, candidates[self._seen.add(hashes)]))
+                drop(Reason.DUPLICATE, np.isin(numbers, candidates[self._seen.add(hashes)]))
         kept = np.flatnonzero(left)
         counts["pairs_read"] += num_pairs * repeat
         counts["pairs_kept"] += len(kept) * repeat
@@ -279,9 +279,3 @@ def _occur(chunk: PairChunk, held_out: set[tuple[str, str]]) -> np.ndarray:
         return np.zeros(len(chunk.source), dtype=bool)
     pairs = zip(chunk.source, chunk.target, strict=True)
     return np.fromiter((pair in held_out for pair in pairs), dtype=bool, count=len(chunk.source))
-
-
-def _mask(length: int, indices: list[int] | np.ndarray) -> np.ndarray:
-    mask = np.zeros(length, dtype=bool)
-    mask[indices] = True
-    return mask

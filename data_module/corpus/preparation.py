@@ -14,11 +14,11 @@ from pathlib import Path
 
 from data_module.corpus.builder import learn_tokenizer, write_corpus
 from data_module.corpus.checks import (
+    beside,
     check_folder,
     check_settings,
     check_text,
     given_tokenizer,
-    lock_file,
     size_warnings,
     source_warnings,
     tokenizer_file,
@@ -197,7 +197,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
     The lock file is removed at the end, because another user could not lock it.
     """
-    path = lock_file(folder)
+    path = beside(folder, "lock")
     with FileLock(path) as lock:
         if not lock.take():
             log.info("another process is preparing %s; waiting for it", folder)
@@ -208,14 +208,6 @@ def _locked(folder: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def _partial(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.partial")
-
-
-def _replaced(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.replaced")
-
-
 def _remove_leftovers(folder: Path) -> None:
     """Remove temporary folders of an interrupted or killed process, and restore a corpus that it had moved away.
 
@@ -223,10 +215,10 @@ def _remove_leftovers(folder: Path) -> None:
 
     Raises OSError if one of them cannot be removed.
     """
-    for leftover in (_partial(folder), _replaced(folder)):
+    for leftover in (beside(folder, "partial"), beside(folder, "replaced")):
         if leftover.is_symlink():  # not made by `prepare`; it leads elsewhere
             leftover.unlink()
-        elif leftover == _replaced(folder) and leftover.exists() and not folder.exists():
+        elif leftover == beside(folder, "replaced") and leftover.exists() and not folder.exists():
             leftover.rename(folder)
         elif leftover.exists():
             shutil.rmtree(leftover)
@@ -235,11 +227,11 @@ def _remove_leftovers(folder: Path) -> None:
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
     """Yield an empty folder that replaces `folder` at the end, or is removed after an error."""
-    temporary = _partial(folder)
+    temporary = beside(folder, "partial")
     try:
         temporary.mkdir()
         yield temporary
-        replace_folder(temporary, folder, _replaced(folder))
+        replace_folder(temporary, folder, beside(folder, "replaced"))
     finally:
         try:
             _remove_leftovers(folder)

@@ -20,7 +20,7 @@ from data_module.errors import InputError
 from data_module.settings import CorpusSettings
 from data_module.tokenization.encoders import DropoutEncoder
 from data_module.tokenization.tokenizer import Tokenizer
-from data_module.worker_processes import identity, ignore_signals, num_processors, signals_blocked
+from data_module.worker_processes import ignore_signals, num_processors, signals_blocked
 
 CHUNK_PAIRS = 2**14
 """Pairs per chunk: a few seconds' work. With another chunk size, other random numbers would be drawn."""
@@ -171,7 +171,7 @@ def _encode_in_parallel(encoder: _ChunkEncoder) -> Iterator[tuple[_Encoded, _Enc
         encoder,  # type: ignore[arg-type]
         batch_size=None,
         num_workers=num_processors(),
-        collate_fn=identity,
+        collate_fn=tuple,  # of the item, a tuple, which it returns as it is
         worker_init_fn=ignore_signals,
         # Creating an iterator draws from the generator, which must not advance the global one.
         generator=torch.Generator().manual_seed(0),

@@ -6,12 +6,12 @@ only this user can read.
 
 import os
 import secrets
-import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from data_module.errors import InputError
+from data_module.files import open_in_place
 
 RANKS_TOKEN = "RANKS_TOKEN"
 """Environment variable: the secret token of a start; each start has another one."""
@@ -26,10 +26,10 @@ def find_token(name: str, folders: Sequence[Path]) -> str | None:
         return token
     for folder in folders:
         with suppress(OSError):  # Rank 0 has not written it yet, or not here.
-            descriptor = os.open(_token_path(folder, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            descriptor = open_in_place(_token_path(folder, name), os.O_RDONLY)
             with os.fdopen(descriptor, encoding="ascii", errors="replace") as file:
                 found = os.fstat(descriptor)
-                is_own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+                is_own = found.st_uid == os.geteuid() and not found.st_mode & 0o077
                 if is_own and len(token := file.read(65)) == 64:
                     return token
     return None
