@@ -9,7 +9,7 @@ import stat
 import tempfile
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Annotated, Any, TypeAlias
@@ -292,7 +292,7 @@ def exception_chain(error: BaseException | None) -> list[BaseException]:
     return chain
 
 
-class FileLock:
+class FileLock(AbstractContextManager["FileLock"]):
     """A lock that one process holds, or that several share; it ends with the process, however that ends.
 
     The lock belongs to the process that takes it: processes that it forks, such as workers of a data loader, do not
@@ -343,9 +343,6 @@ class FileLock:
             with suppress(OSError):  # The file system may have no locks.
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             self._close_descriptor()
-
-    def __enter__(self) -> "FileLock":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

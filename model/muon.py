@@ -6,7 +6,6 @@ about 1, so that a step moves rare directions as far as common ones. Shapes: N m
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -41,7 +40,6 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return (x.mT if is_tall else x).to(matrices.dtype)
 
 
-@cache
 def _has_bfloat16(device: str) -> bool:
     if device == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)

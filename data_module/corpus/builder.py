@@ -6,7 +6,7 @@ Text is processed in chunks of about a megabyte, so that memory use does not gro
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -251,7 +251,7 @@ def _write_train(
     return {**split.account(settings.train), "variants": [token_counts(*split.writers)]}
 
 
-class _SplitWriter:
+class _SplitWriter(AbstractContextManager["_SplitWriter"]):
     """Writes the two stores of a split, source by source. It is a context manager that completes the stores."""
 
     def __init__(
@@ -312,9 +312,6 @@ class _SplitWriter:
             for name, count, text in zip(source_names(texts), self._num_pairs, texts, strict=True)
         ]
         return {**self.pair_filter.counts, "sources": sources, **token_counts(*self.writers)}
-
-    def __enter__(self) -> "_SplitWriter":
-        return self
 
     def __exit__(self, *_: object) -> None:
         for writer in self.writers:

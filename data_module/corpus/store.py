@@ -8,6 +8,7 @@ import hashlib
 import logging
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -65,7 +66,7 @@ class _ArrayWriter:
         self._file.close()
 
 
-class TokenStoreWriter:
+class TokenStoreWriter(AbstractContextManager["TokenStoreWriter"]):
     """Writes a token store by appending sentences, with constant memory. It is a context manager.
 
     The store is readable after `close`.
@@ -112,9 +113,6 @@ class TokenStoreWriter:
         """Complete the files, so that the store can be opened."""
         for writer in (self._tokens, self._lengths, self._offsets):
             writer.close()
-
-    def __enter__(self) -> "TokenStoreWriter":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

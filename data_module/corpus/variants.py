@@ -6,6 +6,7 @@ number of processes write the same bytes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
 from typing import TypeAlias
@@ -26,7 +27,7 @@ CHUNK_PAIRS = 2**14
 """Pairs per chunk: a few seconds' work. With another chunk size, other random numbers would be drawn."""
 
 
-class VariantText:
+class VariantText(AbstractContextManager["VariantText"]):
     """The cleaned text of the training pairs, in a temporary file. It is a context manager that removes the file.
 
     The text is in chunks of `CHUNK_PAIRS` pairs; the last chunk of a source may have fewer.
@@ -59,9 +60,6 @@ class VariantText:
         self._file.write("\n".join(self._lines[:CHUNK_PAIRS]).encode())
         self.chunks.append((begin, self._file.tell()))
         del self._lines[:CHUNK_PAIRS]
-
-    def __enter__(self) -> "VariantText":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.path.unlink(missing_ok=True)

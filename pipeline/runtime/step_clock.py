@@ -66,15 +66,12 @@ class StepClock:
             if phase in STEP:
                 self._since_lap[phase] += seconds
                 self.counted_seconds += seconds
-                self._count_step(phase, seconds)
+                # A step ends with its computation, which a reading may cut in two.
+                if phase == "loop_overhead" and self._last_phase == "compute":
+                    self._recent.append(self._unfinished)
+                    self._unfinished = 0.0
+                self._unfinished += seconds
             self._last_phase = phase
-
-    def _count_step(self, phase: str, seconds: float) -> None:
-        """Add a phase to the unfinished step. A step ends with its computation, which a reading may cut in two."""
-        if phase == "loop_overhead" and self._last_phase == "compute":
-            self._recent.append(self._unfinished)
-            self._unfinished = 0.0
-        self._unfinished += seconds
 
     def median_step_seconds(self) -> float | None:
         """Return the median seconds of the recent steps up to the last reading; None if they are too few."""
