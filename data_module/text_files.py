@@ -211,10 +211,7 @@ class StrayMarks:
             r"carriage returns inside, read as spaces; if they end lines, convert the file (tr '\r' '\n')"
         )
         byte_order_marks = r"U+FEFF inside, as from joined files; remove it (sed 's/\xEF\xBB\xBF//g')"
-        self._notes = {
-            b"\r": LineWarning(carriage_returns, name),
-            BYTE_ORDER_MARK: LineWarning(byte_order_marks, name),
-        }
+        self._notes = {b"\r": LineWarning(carriage_returns, name), BYTE_ORDER_MARK: LineWarning(byte_order_marks, name)}
 
     def add(self, first: int, lines: Sequence[bytes]) -> None:
         """Check successive lines, the first of them number `first`, without the file's own byte order mark."""

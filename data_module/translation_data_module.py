@@ -97,11 +97,7 @@ class TranslationDataModule(LightningDataModule):
         if self.trainer is None or self.trainer.local_rank == 0:
             read_ahead(self.train_variants)
         rank_batches = RankBatchDataset(
-            self.epochs(),
-            self.special,
-            rank=rank,
-            world_size=world_size,
-            shape=self.row_shape(world_size),
+            self.epochs(), self.special, rank=rank, world_size=world_size, shape=self.row_shape(world_size)
         )
         return StatefulLoader(rank_batches, workers=self.settings.workers, pin_memory=torch.cuda.is_available())
 

@@ -553,13 +553,7 @@ class BeamSearch(nn.Module):
         return best_continuations(steps, batch.totals, forced, beam_size, chosen)
 
     def _select(
-        self,
-        answers: Answers,
-        values: Tensor,
-        parents: Tensor,
-        last: Tensor,
-        positions: Tensor,
-        options: BeamArguments,
+        self, answers: Answers, values: Tensor, parents: Tensor, last: Tensor, positions: Tensor, options: BeamArguments
     ) -> tuple[Answers, Tensor, Tensor, Tensor]:
         """Split what `_step` returned into answers and open hypotheses, and keep the best of each.
 
@@ -663,12 +657,6 @@ def _grow(cache: Cache, batch: _Batch) -> tuple[Cache, _Batch]:
     kept = batch.paths.gather(2, places.expand(-1, batch.paths.size(1), -1))
     paths = torch.cat([kept, batch.paths[:, :, used_slots:]], 2)
     batch = _Batch(
-        batch.sentences,
-        batch.limits,
-        batch.limit_penalties,
-        batch.totals,
-        batch.last,
-        paths,
-        batch.source_mask,
+        batch.sentences, batch.limits, batch.limit_penalties, batch.totals, batch.last, paths, batch.source_mask
     )
     return larger, batch

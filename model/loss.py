@@ -134,11 +134,7 @@ def label_smoothed_loss(
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        states: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        options: _Options,
+        ctx: Any, states: Tensor, weight: Tensor, targets: Tensor, options: _Options
     ) -> tuple[Tensor, Tensor, Tensor]:
         with torch.autocast(states.device.type, enabled=False):
             ctx.is_scaled = options.scale is not None

@@ -43,15 +43,7 @@ class RankBatchDataset(Dataset[RankBatch]):
     Corpus and plan are memory-mapped, so that processes share their pages.
     """
 
-    def __init__(
-        self,
-        epochs: Epochs,
-        special: SpecialIds,
-        *,
-        rank: int,
-        world_size: int,
-        shape: RowShape,
-    ) -> None:
+    def __init__(self, epochs: Epochs, special: SpecialIds, *, rank: int, world_size: int, shape: RowShape) -> None:
         """Store the arguments and read nothing yet. Item 0 is the first batch until `seek` is called."""
         self._epochs, self._special = epochs, special
         self.rank, self._world_size, self._shape = rank, world_size, shape

@@ -90,12 +90,7 @@ def add_casings(words: WordCounts, noise: NoiseSettings, protected: frozenset[st
 
 
 def write_corpus(
-    settings: CorpusSettings,
-    tokenizer: Tokenizer,
-    inputs: Origin,
-    checked: TextChecker,
-    folder: Path,
-    progress: bool,
+    settings: CorpusSettings, tokenizer: Tokenizer, inputs: Origin, checked: TextChecker, folder: Path, progress: bool
 ) -> Manifest:
     """Clean, encode and write all pairs to an empty folder; return the manifest, of which `inputs` is a part.
 
@@ -192,10 +187,7 @@ def _train_tokenizer(settings: CorpusSettings, words: WordCounts, progress: bool
 
 
 def _write_validation(
-    settings: CorpusSettings,
-    encoders: tuple[WordEncoder, WordEncoder],
-    folder: Path,
-    progress: bool,
+    settings: CorpusSettings, encoders: tuple[WordEncoder, WordEncoder], folder: Path, progress: bool
 ) -> SplitAccount:
     """Write the validation stores and text files."""
     with ExitStack() as stack:

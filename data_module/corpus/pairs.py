@@ -42,10 +42,7 @@ class PairChunk:
 
 def open_reader(text: TextSource, settings: CorpusSettings) -> Reader:
     """Return the reader of a text source; raise InputError if no reader of that name is registered."""
-    languages = (
-        text.source_language or settings.source_language,
-        text.target_language or settings.target_language,
-    )
+    languages = (text.source_language or settings.source_language, text.target_language or settings.target_language)
     if text.reader is None:
         return next(kind for key, kind in _BUILT_IN.items() if getattr(text, key))(text, languages)
     if text.reader not in READERS:

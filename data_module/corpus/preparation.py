@@ -37,11 +37,7 @@ _DEFAULTS = {field.name: field.default for field in fields(CorpusSettings) if fi
 
 
 def prepare(
-    settings: CorpusSettings,
-    tokenizer: Tokenizer | None = None,
-    *,
-    force: bool = False,
-    progress: bool = True,
+    settings: CorpusSettings, tokenizer: Tokenizer | None = None, *, force: bool = False, progress: bool = True
 ) -> Manifest:
     """Create the corpus folder unless it exists and is up to date; return its manifest.
 

@@ -123,11 +123,7 @@ class _ChunkEncoder:
 
 
 def write_variants(
-    folder: Path,
-    text: VariantText,
-    tokenizer: Tokenizer,
-    settings: CorpusSettings,
-    advance: Callable[[int], object],
+    folder: Path, text: VariantText, tokenizer: Tokenizer, settings: CorpusSettings, advance: Callable[[int], object]
 ) -> list[TokenCounts]:
     """Write all variants of the training split, and return the counts of each; variant 0 replaces the plain encoding.
 

@@ -269,10 +269,7 @@ class Author:
         else:
             verb = self.rng.choice(self.lexicon.reporting_verbs) if kind == "that" else None
             tense = ["present"] if kind in ("that", "while") and tense is NOW else tense
-            clauses = [
-                self.clause(tense, verb=verb),
-                self.clause(self.tense() if verb else tense, main=False),
-            ]
+            clauses = [self.clause(tense, verb=verb), self.clause(self.tense() if verb else tense, main=False)]
             english = f"{clauses[0].english()} {kind} {clauses[1].english()}"
             german = f"{clauses[0].german()}, {conjunction} {clauses[1].german('last')}"
         mark = "?" if kind == "question" else "."
@@ -335,10 +332,9 @@ def write_demo_corpus(folder: Path, seed: int = 1) -> None:
     for split, sentences in demo_corpus(seed).items():
         for suffix, lines in (("en", [s.english for s in sentences]), ("de", [s.german for s in sentences])):
             path, content = folder / f"{split}.{suffix}", "".join(f"{line}\n" for line in lines).encode()
-            if path.is_file() and path.read_bytes() == content:
-                continue
-            with atomic_file(path) as file:
-                file.write(content)
+            if not path.is_file() or path.read_bytes() != content:
+                with atomic_file(path) as file:
+                    file.write(content)
 
 
 def main() -> None:

@@ -191,10 +191,7 @@ class Clause:
             predicate = join(subject, adverb, self.verb.english_past)
         else:
             predicate = join(subject, adverb, third_person(verb) if auxiliary == "does" else verb)
-        object_, recipient = (
-            self.object and self.object.english,
-            self.recipient and "to " + self.recipient.english,
-        )
+        object_, recipient = (self.object and self.object.english, self.recipient and "to " + self.recipient.english)
         return join(self.front.english, predicate, object_, recipient, self.adjunct.english, self.time.english)
 
     def german(self, verb_position: Literal["first", "second", "last"] = "second") -> str:
