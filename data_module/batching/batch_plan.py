@@ -187,11 +187,8 @@ class Epochs:
     ) -> None:
         """Store the arguments. A plan is made when its epoch is asked for.
 
-        Args:
-            variants: the training pairs, in the encodings that epochs take in turn.
-            batch_tokens: maximum number of tokens per side of a global batch.
-            seed: together with the epoch determines the order of pairs.
-            weights: number of pairs and weight of each training source; all have the weight 1 if empty.
+        `variants` are the training pairs, in the encodings that epochs take in turn; `weights` are the number of pairs
+        and the weight of each training source, empty if all have the weight 1. See `plan_epoch` for the others.
         """
         self._variants = variants
         self._settings = {"batch_tokens": batch_tokens, "seed": seed}

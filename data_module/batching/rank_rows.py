@@ -64,13 +64,8 @@ def row_shape(
 ) -> RowShape:
     """Return the shape of micro-batches.
 
-    Args:
-        mean_lengths: mean length of the sources and of the targets of the corpus.
-        longest: length of its longest sentence.
-        batch_tokens: maximum number of tokens per side of a global batch.
-        max_tokens_per_device: maximum number of tokens per side of a micro-batch; None for no limit.
-        world_size: number of ranks.
-        constant: see `RowShape`.
+    `mean_lengths` are those of the sources and of the targets of the corpus, and `longest` is the length of its longest
+    sentence. See `BatchSettings` and `RowShape` for the others.
 
     Raises ValueError if the longest sentence does not fit in a row.
     """
@@ -120,17 +115,9 @@ def rank_rows(
 ) -> list[NDArray[np.intp]]:
     """Divide a global batch among ranks, and return the micro-batches of one rank.
 
-    Args:
-        source_lengths: [n] of the pairs of the global batch.
-        target_lengths: [n].
-        shape: shape of micro-batches.
-        world_size: number of ranks.
-        rank: the rank whose micro-batches are returned.
-
-    Returns:
-        The pairs of each micro-batch, as indices into the arguments. All ranks together have every pair once. If the
-        rank's pairs do not fit in `shape.per_rank` micro-batches, there is one more. A rank without pairs has one empty
-        micro-batch.
+    Lengths are [n], those of the pairs of the global batch. The pairs of each micro-batch are returned as indices into
+    them. All ranks together have every pair once. If the rank's pairs do not fit in `shape.per_rank` micro-batches,
+    there is one more. A rank without pairs has one empty micro-batch.
 
     Example, eight pairs on two ranks of one micro-batch each, whose rows have 128 tokens a side:
 
