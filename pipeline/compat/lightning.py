@@ -1,18 +1,9 @@
 """Private API of Lightning, last seen in 2.6.6; `tests/pipeline/test_private_api.py` fails if it changes.
 
-- `Trainer._signal_connector.register_signal_handlers` and `_TrainingEpochLoop._broadcast_sigterm_tensor`: leave SIGTERM
-  and SIGUSR1 to `runtime.signals`. No public alternative.
-- `_TrainingEpochLoop.val_loop`, its `restarting` and `run`: run a validation outside the loop's schedule. The public
-  `Trainer.validate` does not work inside `fit`.
-- `Strategy._forward_redirection`: call a method of the module inside the forward pass of its DDP wrapper. Public: for
-  `training_step` and other steps only.
-- `DDPStrategy._setup_model` and `_ddp_kwargs`: create the DDP wrapper on the stream that training uses. No public
-  alternative; later versions of Lightning do so themselves.
-- `_SubprocessScriptLauncher`, `_call_children_scripts` and `DDPStrategy._configure_launcher`: give rank 0 time to
-  report an error before it is killed because another rank has ended. No public alternative.
-- The `scaler` of `MixedPrecision` may be None: leave the scaling of the loss to the module. No public alternative.
-- `WeightAveraging._average_model` and `_device`: keep the average on the device of the weights, which is not known when
-  the callback is created. No public alternative.
+Private are `Trainer._signal_connector.register_signal_handlers`, `_TrainingEpochLoop._broadcast_sigterm_tensor` and its
+`val_loop` with `restarting` and `run`, `Strategy._forward_redirection`, `DDPStrategy._setup_model`, `_ddp_kwargs` and
+`_configure_launcher`, `_SubprocessScriptLauncher._call_children_scripts`, a `scaler` of `MixedPrecision` that is None,
+and `WeightAveraging._average_model` and `_device`. Docstrings say what for, and name the public API if there is any.
 """
 
 import os
@@ -61,7 +52,7 @@ def precision_plugin(options: Mapping[str, object]) -> MixedPrecision | None:
 
 
 def run_validation(trainer: Trainer) -> None:
-    """Run a whole validation now, during `fit`, before the next training step."""
+    """Run a whole validation now, during `fit`, before the next training step; the public `Trainer.validate` cannot."""
     loop = trainer.fit_loop.epoch_loop.val_loop
     loop.restarting = False  # Start from the first batch: partial sums are not in the checkpoint.
     trainer.validating = True
@@ -70,7 +61,7 @@ def run_validation(trainer: Trainer) -> None:
 
 
 def call_as_step(trainer: Trainer, method: str, *arguments: Any) -> Any:
-    """Call a method of the LightningModule as Lightning calls `training_step`.
+    """Call a method of the LightningModule as Lightning calls `training_step`; public are only calls of the steps.
 
     The autocast state is that of a step. Under DDP the method runs inside the wrapper's forward pass, where
     torch.compile splits graphs at gradient buckets.
@@ -134,8 +125,8 @@ class PatientLauncher(_SubprocessScriptLauncher):
 class SingleStreamDDP(DDPStrategy):
     """DDP whose wrapper is created on the current stream, and whose ranks are started by `PatientLauncher`.
 
-    Lightning creates the wrapper on a stream of its own. Gradients are then accumulated on that stream, and for each
-    parameter the backward pass records events and lets the streams wait for one another.
+    Lightning creates the wrapper on a stream of its own (later versions do not). Gradients are then accumulated on that
+    stream, and for each parameter the backward pass records events and lets the streams wait for one another.
     """
 
     def _configure_launcher(self) -> None:
