@@ -1,5 +1,6 @@
 """The LightningDataModule: connects corpus, batch plan and loaders."""
 
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -8,7 +9,6 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset
 
 from data_module.batching.batch import LengthBucket, PaddedBatch, SpecialIds, length_buckets, pad_batch
 from data_module.batching.batch_plan import Epochs, fewest_pairs
@@ -30,8 +30,8 @@ from data_module.settings import BatchSettings, CorpusSettings
 class TranslationDataModule(LightningDataModule):
     """Training batches by token count from a prepared corpus folder, and validation batches in fixed order.
 
-    Training uses an endless `StatefulLoader`, which yields one `RankBatch` per optimizer step. Validation uses a loader
-    of `PaddedBatch`es, divided among the ranks.
+    Training uses an endless `StatefulLoader`, which yields one `RankBatch` per optimizer step. Validation uses
+    `PaddedBatch`es, divided among the ranks.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class TranslationDataModule(LightningDataModule):
             self.train_variants, batch_tokens=self.settings.batch_tokens, seed=self.seed, weights=self._weights
         )
 
-    def val_dataloader(self) -> DataLoader[PaddedBatch]:
-        """Return a loader of this rank's part of the validation pairs. Ranks have disjoint parts.
+    def val_dataloader(self) -> "ValidationBatches":
+        """Return this rank's part of the validation pairs. Ranks have disjoint parts.
 
         All pairs of a batch come from one source, and all or none of them are translated. Translated batches come
         first, so that ranks have equally many of them, and longer ones before shorter ones.
@@ -133,11 +133,7 @@ class TranslationDataModule(LightningDataModule):
                 of_kind = length_buckets(source[pairs], target[pairs], max(limit, self.longest))
                 buckets += [bucket._replace(pairs=pairs[bucket.pairs], is_translated=translated) for bucket in of_kind]
         buckets.sort(key=lambda bucket: (not bucket.is_translated, -bucket.source_length))
-        return DataLoader(
-            _BucketDataset(corpus, buckets, self.special, rank, world_size),
-            batch_size=None,
-            generator=torch.Generator().manual_seed(0),
-        )
+        return ValidationBatches(corpus, buckets, self.special, rank, world_size)
 
     def validation_text(self) -> tuple[list[str], list[str]]:
         """Return the validation sources and references as text, one sentence per pair."""
@@ -184,7 +180,7 @@ def epoch_weights(folder: Path, settings: CorpusSettings) -> tuple[tuple[int, ..
     return tuple(source["pairs"] * source["repeat"] for source in sources), weights
 
 
-class _BucketDataset(Dataset[PaddedBatch]):
+class ValidationBatches:
     """One rank's validation batches: one length bucket each, and a filler batch where other ranks have one more."""
 
     def __init__(
@@ -199,9 +195,7 @@ class _BucketDataset(Dataset[PaddedBatch]):
     def __len__(self) -> int:
         return self._num_batches
 
-    def __getitem__(self, index: int) -> PaddedBatch:
-        if index >= self._num_batches:
-            raise IndexError(index)
-        is_filler = index >= len(self._buckets)
-        bucket = self._filler if is_filler else self._buckets[index]
-        return pad_batch(self._corpus, bucket, self._special, is_filler)
+    def __iter__(self) -> Iterator[PaddedBatch]:
+        yield from (pad_batch(self._corpus, bucket, self._special) for bucket in self._buckets)
+        if len(self._buckets) < self._num_batches:
+            yield pad_batch(self._corpus, self._filler, self._special, is_filler=True)
