@@ -1,7 +1,4 @@
-"""Attention over packed rows on a CPU, in float32 and bfloat16, by one compiled program, `attention.cpp`.
-
-The caller decides which compiled program may be loaded: see `pipeline/runtime/compiled_code.py`.
-"""
+"""Attention over packed rows on a CPU, in float32 and bfloat16, by one compiled program, `attention.cpp`."""
 
 import ctypes
 import math

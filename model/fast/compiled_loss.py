@@ -1,7 +1,4 @@
-"""The loss from logits on a CPU, by one compiled program, `loss.cpp`, in place of PyTorch's operators.
-
-The caller decides which compiled program may be loaded: see `pipeline/runtime/compiled_code.py`.
-"""
+"""The loss from logits on a CPU, by one compiled program, `loss.cpp`, in place of PyTorch's operators."""
 
 import ctypes
 import math
@@ -39,7 +36,7 @@ class _Request(ctypes.Structure):
 def load_function(path: Path, name: str, request: type[ctypes.Structure]) -> Callable[[object], int]:
     """Load a compiled program and return its function, which takes a pointer to a request and returns 0 if all is well.
 
-    A program runs with this process's rights: the caller vouches for its origin.
+    A program runs with this process's rights: see `pipeline/runtime/compiled_code.py`.
 
     Raises OSError if the file is no such program.
     """

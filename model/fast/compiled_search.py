@@ -1,8 +1,7 @@
 """Search and sampling on a CPU by one compiled program, `search.cpp`, in place of PyTorch's operators.
 
 The search, its arguments and its results are those of `decoding.BeamSearch`, to rounding. A sentence's answers do not
-depend on the other sentences at all. The caller decides which compiled program may be loaded: see
-`pipeline/runtime/compiled_code.py`.
+depend on the other sentences at all.
 """
 
 import ctypes
@@ -85,7 +84,7 @@ def unsupported(network: NetworkSettings) -> str | None:
 
 
 def load_library(path: Path) -> ctypes.CDLL:
-    """Load a compiled program. It runs with this process's rights: the caller vouches for its origin.
+    """Load a compiled program. It runs with this process's rights: see `pipeline/runtime/compiled_code.py`.
 
     Raises OSError if the file is no such program.
     """
