@@ -189,19 +189,14 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def description(path: Path) -> str:
-    """Return the first sentence of a recipe's comment."""
-    return re.sub(r":? fit --config.*", "", first_sentence(leading_comment(path)))
-
-
-def leading_comment(path: Path) -> str:
-    """Return the comment at the top of a recipe or script, up to the first command line in it."""
+    """Return the first sentence of the comment at the top of a recipe, up to the first command line in it."""
     lines: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#") or line.startswith("#   "):
             break
-        if not line.startswith(("#!", MODELINE)):
+        if not line.startswith(MODELINE):
             lines.append(line.removeprefix("#").strip())
-    return "\n".join(lines)
+    return re.sub(r":? fit --config.*", "", first_sentence("\n".join(lines)))
 
 
 def first_sentence(text: str) -> str:
