@@ -46,14 +46,9 @@ class TranslationDataModule(LightningDataModule):
     ) -> None:
         """Open a prepared corpus; raise InputError when its longest sentence does not fit in a batch.
 
-        Args:
-            folder: the corpus.
-            settings: the recipe's `batches:`.
-            special: ids of the padding, begin and end symbols.
-            seed: seed of the order of pairs.
-            corpus_settings: the recipe's `corpus:`, for the weights of its sources; None for each pair once an epoch.
-            constant_rows: give all rows of a side one length; see `RowShape`.
-            validation_translations: the recipe's `run.validation_translations`.
+        `settings`, `corpus_settings` and `validation_translations` are the recipe's `batches:`, `corpus:` and
+        `run.validation_translations`; without `corpus_settings`, which have the weights of the sources, each pair
+        occurs once an epoch. `seed` is that of the order of pairs. For `constant_rows`, see `RowShape.constant`.
         """
         super().__init__()
         self.folder = folder

@@ -130,7 +130,7 @@ class StatefulLoader(DataLoader[RankBatch]):
         return NEVER_ENDS
 
     def state_dict(self) -> Position:
-        """Return the position to resume from. It is the same on every rank, for any number of ranks."""
+        """Return the position to resume from."""
         return {"epoch": self._position[0], "next_batch": self._position[1]}
 
     def load_state_dict(self, state: Position) -> None:
