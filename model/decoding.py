@@ -328,13 +328,9 @@ class BeamSearch(nn.Module):
         self.network = PaddedTransformer(network)
         self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
         self.vocabulary_size = network.vocabulary_size
-        if len({bos_id, eos_id, pad_id}) != 3 or not all(
-            0 <= special < network.vocabulary_size for special in (bos_id, eos_id, pad_id)
-        ):
-            raise ValueError(
-                f"begin {bos_id}, end {eos_id} and padding {pad_id} must be three different ids below "
-                f"{network.vocabulary_size}"
-            )
+        special, size = (bos_id, eos_id, pad_id), network.vocabulary_size
+        if len(set(special)) != 3 or not all(0 <= one < size for one in special):
+            raise ValueError(f"begin, end and padding {special} must be three different ids below {size}")
         # 0 means unlimited.
         self.max_positions = network.positions.max_positions
 

@@ -25,8 +25,6 @@ from model.settings import SHORTEST, DecodingSettings, NetworkSettings, Training
 from model.torch_private import default_generator, total_norm
 from model.transformer import PaddedTransformer, Transformer
 
-_SEED_RANGE = 1 << 63
-
 
 class StepOutputs(TypedDict):
     """What a training step tells the monitor, as tensors on the device. The first four are 0 for a skipped step."""
@@ -345,4 +343,4 @@ def _dropout_seed(*parts: int) -> int:
     for part in parts:
         state = (state ^ (part + 0x632BE59BD9B4E019)) * 0xD1342543DE82EF95 & 0xFFFFFFFFFFFFFFFF
         state ^= state >> 29
-    return state % _SEED_RANGE
+    return state % (1 << 63)
