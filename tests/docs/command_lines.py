@@ -171,10 +171,6 @@ def _files(words: list[str], begin: str = "") -> str | None:
     return f"there is no {missing[0]}" if missing else None
 
 
-def _tensorboard(words: list[str]) -> str | None:
-    return None if words and words[0] == "--logdir" else "tensorboard is called with --logdir"
-
-
 def _one_of(*known: str) -> Callable[[list[str]], str | None]:
     return lambda words: None if words and words[0] in known else f"{' '.join(words[:1])}: not one of {known}"
 
@@ -192,7 +188,7 @@ _CHECKS: dict[str, Callable[[list[str]], str | None]] = {
     "make": _make,
     "pytest": lambda words: _files(words, "tests/"),
     "bash": _files,
-    "tensorboard": _tensorboard,
+    "tensorboard": _one_of("--logdir"),
     "git": _one_of("clone", "tag", "push", "commit", "checkout", "archive"),
     "docker": _one_of("build", "save"),
     "apptainer": _one_of("build"),

@@ -63,9 +63,11 @@ def unknown_messages(text: str, sources: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_commands_parse(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_parse_and_links_and_files_are_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert not unparsed(PAGES[name])
+    assert not dead_links(ROOT / name, PAGES[name])
+    assert not missing_files(PAGES[name])
 
 
 @pytest.mark.parametrize(
@@ -77,16 +79,6 @@ def test_commands_in_comments_parse(path: Path, monkeypatch: pytest.MonkeyPatch)
     lines = re.findall(r"^#   (.*\n)", path.read_text(encoding="utf-8"), re.MULTILINE)
     text = re.sub(r" \[.*?\]", "", "".join(lines)).replace("RECIPE", "configs/your_text.yaml")
     assert not unparsed(f"```sh\n{text}```\n")
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_links_lead_somewhere(name: str) -> None:
-    assert not dead_links(ROOT / name, PAGES[name])
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_named_files_are_there(name: str) -> None:
-    assert not missing_files(PAGES[name])
 
 
 @pytest.mark.parametrize("name", PAGES)
