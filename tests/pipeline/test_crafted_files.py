@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml
 from numpy.typing import NDArray
 
 from data_module.batching.batch import SpecialIds
@@ -27,7 +26,7 @@ from pipeline.checkpointing.checkpoint import load_model, read_checkpoint
 from pipeline.checkpointing.resume_point import read_resume_point
 from pipeline.config.recipe import load_recipe
 from pipeline.training.marian_import import load_marian
-from tests.conftest import refusal, tiny_recipe
+from tests.conftest import refusal
 from tests.pipeline.test_checkpoint import untrained_contents
 
 SPACE = 4 << 30
@@ -238,17 +237,22 @@ MANIFESTS: dict[str, tuple[Damage, str]] = {
 }
 
 
-def copy_of(corpus: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(corpus, tmp_path / "corpus"))
+@pytest.fixture
+def corpus(tiny_corpus: Path, tmp_path: Path) -> Path:
+    """A copy to change."""
+    return Path(shutil.copytree(tiny_corpus, tmp_path / "corpus"))
 
 
-@pytest.mark.parametrize("name", MANIFESTS)
-def test_a_crafted_manifest(tiny_corpus: Path, tmp_path: Path, name: str) -> None:
-    damage, key = MANIFESTS[name]
-    corpus = copy_of(tiny_corpus, tmp_path)
+def change_manifest(corpus: Path, damage: Damage) -> None:
     manifest = json.loads((corpus / "manifest.json").read_text())
     damage(manifest)
     (corpus / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_crafted_manifest(corpus: Path, name: str) -> None:
+    damage, key = MANIFESTS[name]
+    change_manifest(corpus, damage)
     with pytest.raises(InputError) as error:
         open_data(corpus)
     assert f"{corpus / 'manifest.json'}: {key} is missing or damaged; run " in str(error.value)
@@ -272,15 +276,12 @@ def open_data(corpus: Path) -> TranslationDataModule:
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_crafted_arrays_of_a_corpus(tiny_corpus: Path, tmp_path: Path, name: str) -> None:
+def test_crafted_arrays_of_a_corpus(corpus: Path, name: str) -> None:
     array, change = ARRAYS[name]
-    corpus = copy_of(tiny_corpus, tmp_path)
     open_data(corpus)
     path = corpus / f"train.target.{array}.npy"
     np.save(path, change(np.load(path)))
-    manifest = json.loads((corpus / "manifest.json").read_text())
-    manifest["files"][path.name] = path.stat().st_size
-    (corpus / "manifest.json").write_text(json.dumps(manifest))
+    change_manifest(corpus, put("files", path.name, value=path.stat().st_size))
     with pytest.raises(InputError, match=r"train\.target\.offsets\.npy: does not match the corpus; run prepare with"):
         open_data(corpus)
 
@@ -300,15 +301,6 @@ def test_a_recipe_of_aliases(tmp_path: Path, text: str) -> None:
     assert f"{recipe}:1: not valid YAML: with its aliases it has more than" in refusal("fit", recipe)
     recipe.write_text("corpus: &c {folder: [*c]}\n")
     assert f"{recipe}: values are nested too deeply, or one contains itself" in refusal("fit", recipe)
-
-
-def test_aliases_may_repeat_what_is_small(tmp_path: Path, tiny_corpus: Path) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    values = tiny_recipe(tiny_corpus.parent)
-    values["corpus"]["test"] = values["corpus"]["validation"]
-    recipe.write_text(yaml.safe_dump(values))
-    assert "*id" in recipe.read_text()
-    assert load_recipe([recipe]).corpus.test == load_recipe([recipe]).corpus.validation
 
 
 def test_a_marian_model_of_a_huge_vocabulary(tmp_path: Path) -> None:
