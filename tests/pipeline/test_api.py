@@ -187,10 +187,6 @@ def test_pictures_of_attention(model: pipeline.Model, tokenizer: Tokenizer) -> N
     assert attention.picture("cross", 0).tobytes() == pictures[0].tobytes()
     both = [deep.attention("a b c").picture(layer=layer).tobytes() for layer in (0, 1, -1)]
     assert both[0] != both[1] == both[2]
-    # The darkest color is a weight of one: the picture depends on the array.
-    changed = copy.copy(attention)
-    object.__setattr__(changed, "cross", np.zeros_like(attention.cross))
-    assert changed.picture().tobytes() != pictures[0].tobytes()
     assert "kind 'self': must be cross, decoder, encoder" in refusal(lambda: attention.picture("self"))  # type: ignore[arg-type]
     assert "layer 1: there are 1" in refusal(lambda: attention.picture(layer=1))
     assert "layer -2" in refusal(lambda: attention.picture(layer=-2))

@@ -50,13 +50,11 @@ def test_decode_prints_figures(
         ("train RECIPE --steps 0", "--steps 0: must be 1 or more"),
         ("train RECIPE --training.r_drop_alpha 5", "training.r_drop_alpha 5"),
         ("train RECIPE --trainer.precision bf16-true", "trainer.precision must be one of"),
-        ("train RECIPE --network.d_modle 8", "d_model"),
         ("decode RUN --source EMPTY", "empty: has no sentences"),
         ("decode RUN --source none", "none: no such file; correct the path"),
         ("decode none.ckpt --source RECIPE", "no such checkpoint"),
         ("decode RUN --source RECIPE --beam 0", "--beam 0: must be 1 to 1,000,000"),
         ("learn RECIPE", "invalid choice: 'learn'"),
-        ("speed", "invalid choice: 'speed'"),
     ],
 )
 def test_mistakes(words: str, said: str, recipe_file: Path, trained_run: Path, tmp_path: Path) -> None:

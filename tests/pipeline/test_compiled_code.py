@@ -37,10 +37,6 @@ def test_it_is_in_the_users_cache(
         assert_kept_in(folders[0])
         monkeypatch.delenv(INDUCTOR)
         monkeypatch.delenv(TRITON)
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(folders[0].parents[2]))
-    keep_compiled_code()
-    assert_kept_in(folders[0].parents[2] / ".cache/attention-pipeline/compiled")
     assert capsys.readouterr().err == ""
 
 
