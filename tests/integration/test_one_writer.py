@@ -1,11 +1,19 @@
-"""Processes that start at the same time: one prepares the corpus, and one writes to the run folder."""
+"""Processes that start at the same time: one prepares the corpus, and one writes to the run folder.
 
+Ranks are started by Lightning and by torchrun; tests/slurm has those of SLURM.
+"""
+
+import os
+import re
+import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.integration.runs import checkpoints, kill, start, step_of
 
 
@@ -37,16 +45,38 @@ def test_two_fits_started_at_once_without_a_corpus(tiny_corpus: Path, recipe_fil
     assert is_same_corpus(corpus, tiny_corpus)
 
 
-@pytest.mark.parametrize("launcher", ["lightning", pytest.param("torchrun", marks=pytest.mark.slow)])
-def test_two_ranks_started_without_a_corpus(
-    tiny_corpus: Path, recipe_file: Path, tmp_path: Path, launcher: str
-) -> None:
+def test_two_ranks_started_without_a_corpus(tiny_corpus: Path, recipe_file: Path, tmp_path: Path) -> None:
     corpus, run = tmp_path / "corpus", tmp_path / "run"
     command = ["fit", "--config", recipe_file, "--corpus.folder", corpus, "--run.folder", run, "--trainer.devices", 2]
-    if launcher == "torchrun":  # it starts both ranks at the same time, as a cluster does
-        ranks = start("--standalone", "--nproc-per-node", 2, "-m", "pipeline", *command, module="torch.distributed.run")
-    else:
-        ranks = start(*command)
-    assert ranks.wait(120) == 0
+    assert start(*command).wait(120) == 0
     assert is_same_corpus(corpus, tiny_corpus)
     assert [step_of(path) for path in checkpoints(run)] == [4, 8, 12]
+
+
+@pytest.mark.slow
+@pytest.mark.two_processors
+@pytest.mark.timeout(300)
+def test_a_killed_rank_starts_again_with_the_others(tiny_corpus: Path, recipe_file: Path, tmp_path: Path) -> None:
+    """By two agents of torchrun, as on two machines, which start at the same time. Then training goes on."""
+    command = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:29473"]
+    command += ["--rdzv-id", "mine", "--max-restarts", "3", "-m", "tests.integration.changed_program", "fit"]
+    command += ["--config", str(recipe_file), "--trainer.num_nodes", "2", "--run.folder", str(tmp_path / "run")]
+    command += ["--corpus.folder", str(tmp_path / "corpus")]
+    changed = {"CHANGE": "kill_rank_0_once", "MARKER": str(tmp_path / "killed")}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **changed}
+    logs = [tmp_path / f"agent{number}" for number in (0, 1)]
+    agents = []
+    for log in logs:
+        with log.open("wb") as output:
+            agent = [sys.executable, "-m", "torch.distributed.run", *command]
+            agents.append(subprocess.Popen(agent, env=environment, stdout=output, stderr=output))
+    try:
+        assert [agent.wait(240) for agent in agents] == [0, 0]
+    finally:
+        for agent in agents:
+            agent.kill()
+    said = "".join(log.read_text(errors="replace") for log in logs)
+    assert f"exitcode: {-signal.SIGKILL}" in said
+    assert re.search(r"resuming from .*step=00000004", said) or said.count("training: from step 0") == 2
+    assert step_of(checkpoints(tmp_path / "run")[-1]) == 12
+    assert is_same_corpus(tmp_path / "corpus", tiny_corpus)
