@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,8 @@ from model.attention import CrossAttention, SelfAttention, attention
 from model.attention_maps import attention_maps
 from model.fast.dropout import Dropout
 from model.layers import DecoderLayer, EncoderLayer
-from model.packed_attention import packed_segments
 from model.settings import NetworkSettings
 from model.transformer import PaddedTransformer, SinusoidalPositions, Transformer, sinusoidal_table
-from tests.model.sentence_batches import packed, row_shape
 
 TINY = NetworkSettings(num_layers=2, d_model=16, d_ff=24, num_heads=4, dropout=0.0)
 
@@ -71,12 +70,12 @@ def randomise(module: nn.Module) -> None:
     ("given", "encoder", "decoder", "dropout"),
     [
         ({"num_layers": 2}, 2, 2, 0.4),
-        ({"num_layers": 3, "num_decoder_layers": 1}, 3, 1, 0.4),
+        ({"num_layers": 3, "num_decoder_layers": 1, "attention_dropout": 0.3, "activation_dropout": 0.2}, 3, 1, 0.4),
         ({"num_layers": 3, "num_encoder_layers": 1}, 1, 3, 0.0),
     ],
 )
 def test_stacks_equal_torchs_of_their_depths(
-    given: dict[str, int], encoder: int, decoder: int, dropout: float, pre_norm: bool
+    given: dict[str, Any], encoder: int, decoder: int, dropout: float, pre_norm: bool
 ) -> None:
     """In training with dropout from the same seed, and position by position from the cache."""
     own = network(NetworkSettings(d_model=16, d_ff=24, num_heads=4, dropout=dropout, pre_norm=pre_norm, **given))
@@ -91,8 +90,10 @@ def test_stacks_equal_torchs_of_their_depths(
     for mine, theirs in zip([*own.encoder, *own.decoder], [*encoders.layers, *decoders.layers], strict=True):
         copy_layer(mine, theirs)
         theirs.dropout1, theirs.dropout2 = Dropout(dropout), Dropout(dropout)  # on each sub-layer's output: section 5.4
+        theirs.dropout = Dropout(own.settings.activation_dropout)
+        theirs.self_attn.dropout = own.settings.attention_dropout
         if isinstance(mine, DecoderLayer):
-            theirs.dropout3 = Dropout(dropout)
+            theirs.dropout3, theirs.multihead_attn.dropout = Dropout(dropout), own.settings.attention_dropout
     for norm, stack in ((own.encoder_norm, encoders), (own.decoder_norm, decoders)):
         if stack.norm is not None:
             stack.norm.load_state_dict(norm.state_dict())
@@ -167,14 +168,6 @@ def test_sinusoidal_positions_go_on() -> None:
     average.update_parameters(positions)
 
 
-def test_learned_positions_end() -> None:
-    learned = network(NetworkSettings(**{**vars(TINY), "learned_positions": True, "max_positions": 6}))
-    padded = PaddedTransformer(learned)
-    padded(ids(1, 6), ids(1, 6))
-    with pytest.raises(ValueError, match=r"position 7 .*max_positions"):
-        padded(ids(1, 7), ids(1, 6))
-
-
 def test_embeddings_and_projection_are_one_tensor() -> None:
     net = network()
     names = [name for name, p in net.named_parameters() if p.shape[0] == 30]
@@ -184,6 +177,20 @@ def test_embeddings_and_projection_are_one_tensor() -> None:
     found = embedded(net, torch.tensor([[7, 8]]))
     by_hand = net.embedding.weight[[7, 8]] * 4.0 + sinusoidal_table(2, 16).double()  # sqrt(16)
     torch.testing.assert_close(found[0], by_hand)
+
+
+def test_an_output_bias_is_added_to_the_logits_and_to_those_of_the_loss() -> None:
+    assert "projection.bias" not in network().state_dict()
+    net = network(replace(TINY, output_bias=True))
+    weights = [net.embedding.weight, net.state_dict(keep_vars=True)["projection.bias"]]
+    nn.init.normal_(weights[1])
+    states = torch.randn(3, 5, 16, dtype=torch.float64)
+    expected = states @ weights[0].T + weights[1]
+    torch.testing.assert_close(net.logits(states), expected)
+    of_loss = torch.nn.functional.linear(*net.projection_operands(states))
+    torch.testing.assert_close(of_loss, expected)
+    found, wanted = (torch.autograd.grad(one.square().sum(), weights) for one in (of_loss, expected))
+    torch.testing.assert_close(found, wanted)
 
 
 def test_dropout_is_on_the_sums_of_embeddings_and_positions() -> None:
@@ -260,61 +267,19 @@ def test_attention_maps_are_what_the_network_attends_to() -> None:
 
 def test_dropout_drops_its_share_and_keeps_the_mean() -> None:
     torch.manual_seed(0)
-    dropout = Dropout(0.3).train()
-    x = torch.ones(1001, 333, requires_grad=True)
+    dropout, x = Dropout(0.3), torch.ones(1001, 333)
     y = dropout(x)
     assert (y == 0).double().mean().item() == pytest.approx(0.3, abs=0.005)
-    assert y.detach().double().mean().item() == pytest.approx(1.0, abs=0.01)
-    y.sum().backward()
-    torch.testing.assert_close(x.grad, y.detach())  # the same elements, the same scale
-    torch.manual_seed(0)
-    torch.testing.assert_close(dropout(x), y)  # a function of the seed
+    assert y.double().mean().item() == pytest.approx(1.0, abs=0.01)
     assert not torch.equal(dropout(x), y)
     assert dropout.eval()(x) is x
-    assert Dropout(0.0).train()(x) is x
-
-
-@pytest.mark.parametrize("probability", [2**-15, 1.0 - 1e-7])
-def test_the_rarest_and_the_most_frequent_dropout(probability: float) -> None:
-    """One element in 32,768 is dropped or kept; a probability that rounds to 1 gives no infinity."""
-    torch.manual_seed(0)
-    found = Dropout(probability)(torch.ones(2**22))
-    assert found.isfinite().all()
-    num_rare = int(((found == 0) == (probability < 0.5)).sum())
-    assert 90 < num_rare < 170  # 128 are expected, with a standard deviation of 11
-
-
-@pytest.mark.parametrize("name", ["attention_dropout", "activation_dropout"])
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_dropout_inside_sub_layers(name: str, is_packed: bool) -> None:
-    """With a share of nearly 1, what is left of a sub-layer is its output's bias; eval and 0 change nothing."""
-    settings = {"num_layers": 1, "d_model": 16, "d_ff": 32, "num_heads": 2, "dropout": 0.0}
-    results = {}
-    for share in (0.0, 1.0 - 1e-7):
-        torch.manual_seed(1)
-        net = Transformer(30, NetworkSettings(**settings, **{name: share})).double()
-        layer, x = net.encoder[0], torch.randn(1, 40, 16, dtype=torch.float64)
-        if name == "attention_dropout":
-            module, bias = layer.self_attention, layer.self_attention.output.bias
-        else:
-            module, bias = layer.feed_forward, layer.feed_forward.outer.bias
-        nn.init.normal_(bias)
-        for mode in ("train", "eval"):
-            getattr(net, mode)()
-            rows = x[0].detach()
-            if name == "activation_dropout":
-                found = module(rows) if is_packed else module(x)[0]
-            elif is_packed:
-                [batch] = packed([[(40, 40)]], row_shape([[(40, 40)]])._replace(source_tokens=40)).micro_batches
-                found = module.rows(rows, packed_segments(batch, torch.float64)[0])
-            else:
-                found = module(x, None)[0]
-            results[share, mode] = found.detach()
-    without = results[0.0, "eval"]
-    torch.testing.assert_close(results[0.0, "train"], without)
-    torch.testing.assert_close(results[1.0 - 1e-7, "eval"], without)
-    torch.testing.assert_close(results[1.0 - 1e-7, "train"], bias.detach().expand(40, 16))
-    assert (without - bias).abs().max() > 0.01
+    assert Dropout(0.0)(x) is x
+    # One element in 32,768 is dropped or kept; a probability that rounds to 1 gives no infinity.
+    for probability in (2**-15, 1.0 - 1e-7):
+        found = Dropout(probability)(torch.ones(2**22))
+        assert found.isfinite().all()
+        num_rare = int(((found == 0) == (probability < 0.5)).sum())
+        assert 90 < num_rare < 170  # 128 are expected, with a standard deviation of 11
 
 
 def test_padded_ids_give_logits() -> None:
