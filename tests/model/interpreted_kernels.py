@@ -10,19 +10,16 @@ import numpy as np
 import pytest
 import torch
 from torch.library import opcheck
-from torch.nn.utils import parameters_to_vector
 from triton.runtime.jit import JITFunction
 
 import model.loss
-from data_module.batching.batch import PackedBatch, PaddedBatch
 from model.fast import triton_attention, triton_check
 from model.fast.triton_attention import TRITON_ATTENTION, segment_attention, segment_attention_backward
 from model.fast.triton_check import failure
 from model.fast.triton_loss import TRITON_LOSS
 from model.loss import label_smoothed_loss
-from model.packed_attention import PLAIN_ATTENTION, RowAttention
 from model.settings import NetworkSettings
-from model.transformer import PaddedTransformer, Transformer
+from model.transformer import Transformer
 from tests.model.fast_paths import cases
 from tests.model.kernel_cases import (
     CROSS,
@@ -41,7 +38,7 @@ from tests.model.kernel_cases import (
     segments,
 )
 from tests.model.loss_truth import problem, two_passes
-from tests.model.sentence_batches import PAD, VOCABULARY, arguments, packed, padded
+from tests.model.sentence_batches import VOCABULARY, losses_and_gradient, packed, padded
 
 # NumPy, which Triton's interpreter computes with, warns of -inf - -inf and the like.
 pytestmark = [
@@ -64,16 +61,6 @@ def test_equals_the_plain_function(check: Callable[..., None], case: tuple[objec
 def test_lengths_beside_the_sizes_of_tiles(kind: str) -> None:
     """Tiles of 16-bit numbers are the larger ones."""
     check_attention(Heads(1, 16, 16), EDGES, kind, torch.float16, "cpu")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_sentence_at_all(kind: str) -> None:
-    """A rank may have none; all its rows are dead."""
-    heads, sentences = Heads(1, 16, 16), Sentences([0, 0], [0, 0])
-    tensors = inputs(heads, sentences, kind, torch.float32, "cpu")
-    result, _ = run(tensors, heads, sentences, kind)
-    gradients = torch.autograd.grad(result, tensors, torch.ones_like(result))
-    assert not any(one.any() for one in (result, *gradients))
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("cross", torch.float32), ("causal", torch.float16)], ids=str)
@@ -128,27 +115,17 @@ def test_the_operators_are_what_they_tell_the_compiler(kind: str, with_dropout: 
         opcheck(segment_attention_backward, (torch.ones_like(results[0]), results, tensors, *rest), test_utils=checks)
 
 
-def test_the_network_is_that_of_plain_attention_and_of_padded_batches() -> None:
+def test_the_network_is_that_of_padded_batches() -> None:
     """Loss and gradients; the last micro-batch has no sentence."""
     settings = NetworkSettings(num_layers=1, d_model=16, d_ff=24, num_heads=2, dropout=0.0, d_k=5, d_v=7, pre_norm=True)
     torch.manual_seed(3)
     network = Transformer(VOCABULARY, settings)
-
-    def loss_and_gradient(batch: PackedBatch | PaddedBatch, attention: RowAttention) -> torch.Tensor:
-        if isinstance(batch, PackedBatch):
-            states = network.rows(*arguments(batch, torch.float32, attention))
-        else:
-            states = PaddedTransformer(network)(batch.source, batch.target_input, batch.source_mask)
-        loss = label_smoothed_loss(states, network.embedding.weight, batch.target_output, 0.1, PAD).smoothed
-        return torch.cat([loss[None], parameters_to_vector(torch.autograd.grad(loss, list(network.parameters())))])
-
     lengths = [(7, 9), (20, 34), (3, 1)]
-    expected = loss_and_gradient(padded(lengths), PLAIN_ATTENTION)
     [batch, empty] = packed([lengths, []]).micro_batches
-    for attention in (PLAIN_ATTENTION, TRITON_ATTENTION):
-        found = loss_and_gradient(batch, attention)
-        assert (found - expected).norm() < 1e-5 * expected.norm()
-    assert not loss_and_gradient(empty, TRITON_ATTENTION).any()
+    expected = losses_and_gradient(network, padded(lengths))
+    for found, wanted in zip(losses_and_gradient(network, batch, TRITON_ATTENTION), expected, strict=True):
+        assert (found - wanted).norm() < 1e-5 * wanted.norm()
+    assert not any(one.any() for one in losses_and_gradient(network, empty, TRITON_ATTENTION))
 
 
 def test_logits_that_are_not_finite() -> None:

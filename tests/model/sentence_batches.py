@@ -10,11 +10,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector
 from torch.nn.utils.rnn import pad_sequence
 
 from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch, SpecialIds, collate
 from data_module.batching.rank_rows import RowShape
 from data_module.corpus.store import ParallelCorpus
+from model.loss import label_smoothed_loss
 from model.packed_attention import PLAIN_ATTENTION, RowAttention, Segments, packed_segments
 from model.transformer import PaddedTransformer, Transformer
 
@@ -100,6 +102,21 @@ def states(network: Transformer, batch: PackedBatch | PaddedBatch, attention: Ro
     if isinstance(batch, PaddedBatch):
         return PaddedTransformer(network)(batch.source, batch.target_input, batch.source_mask)
     return network.rows(*arguments(batch, network.embedding.weight.dtype, attention))
+
+
+def losses_and_gradient(
+    network: Transformer, batch: PackedBatch | PaddedBatch, attention: RowAttention = PLAIN_ATTENTION
+) -> tuple[Tensor, Tensor]:
+    """Return the sums of the loss [3] with label smoothing of 0.1, and its gradient by all parameters [N]."""
+    operands = network.projection_operands(states(network, batch, attention))
+    sums = label_smoothed_loss(*operands, batch.target_output, 0.1, PAD)
+    gradients = torch.autograd.grad(sums.smoothed, list(network.parameters()))
+    return torch.stack(sums).detach(), parameters_to_vector(gradients)
+
+
+def upstream(result: Tensor) -> Tensor:
+    """Return a gradient for a backward pass from a result."""
+    return torch.sin(torch.arange(result.numel(), dtype=torch.float64)).view(result.shape).to(result)
 
 
 Part = slice | Tensor
