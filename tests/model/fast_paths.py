@@ -27,7 +27,7 @@ from model.settings import NetworkSettings
 from model.transformer import Transformer
 from pipeline.runtime.backend import load_compiled_attention, load_compiled_loss, load_compiled_search
 from tests.model import kernel_cases
-from tests.model.sentence_batches import VOCABULARY, arguments, masked_attention, packed
+from tests.model.sentence_batches import VOCABULARY, arguments, masked_attention, packed, upstream
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 """Difference that is allowed, as a share of the largest value."""
@@ -60,16 +60,12 @@ def compare(
         result = function(*tensors)
         results += [one for one in (result if isinstance(result, tuple) else (result,)) if one is not None]
         if leaves:
-            results += torch.autograd.grad(results[0], leaves, _upstream(results[0]))
+            results += torch.autograd.grad(results[0], leaves, upstream(results[0]))
     for one, other in zip(found, wanted, strict=True):
         assert one.shape == other.shape
         largest = float(other.detach().abs().max()) if other.numel() else 0.0
         difference = (one.detach().cpu().double() - other.detach()).abs().max() if other.numel() else 0.0
         assert difference <= TOLERANCES[dtype] * largest, f"{difference} of {largest}"
-
-
-def _upstream(result: Tensor) -> Tensor:
-    return torch.sin(torch.arange(result.numel(), dtype=torch.float64)).view(result.shape).to(result)
 
 
 def check_loss(device: str, functions: Callable[[], LossFunctions], dtype: torch.dtype, num_classes: int) -> None:
@@ -110,8 +106,10 @@ def check_attention(
     For an attention that is given, also with lengths beside the sizes of its tiles.
     """
     own, sentences = attention() if attention else None, kernel_cases.CROSS if kind == "cross" else kernel_cases.RAGGED
+    sizes = kernel_cases.Heads(*heads)
     for lengths in (sentences, kernel_cases.EDGES) if own else (sentences,):
-        kernel_cases.check_attention(kernel_cases.Heads(*heads), lengths, kind, dtype, device, attention=own)
+        compute = partial(kernel_cases.run_attention, own, sizes, lengths, kind) if own else None
+        kernel_cases.check_attention(sizes, lengths, kind, dtype, device, compute=compute)
 
 
 def check_linear(device: str, make: Callable[[nn.Linear], Callable[[Tensor], Tensor]], rows: int, width: int) -> None:
@@ -148,7 +146,7 @@ def check_compiled_forward(device: str) -> None:
             for parameter, value in zip(copied.parameters(), values, strict=True):
                 parameter.data = value.detach()
             result = forward(copied)(*arguments(batch, values[0].dtype, FLASH_ATTENTION))
-            gradients = torch.autograd.grad(result, list(copied.parameters()), _upstream(result))
+            gradients = torch.autograd.grad(result, list(copied.parameters()), upstream(result))
             return result, *gradients
 
         return compute
