@@ -47,6 +47,8 @@ SEARCHES: dict[str, Callable[[Transformer], Any]] = {
     "compiled": lambda network: CompiledSearch(compiled_library(), network, BOS, EOS, PAD),
 }
 """Both implementations of the search."""
+ENGINES = {**SEARCHES, "scripted": lambda network: torch.jit.script(SEARCHES["operators"](network))}
+"""The same, and the first one in TorchScript."""
 
 
 def make_network(
@@ -83,6 +85,7 @@ def _trained_network(variant: str) -> Transformer:
         "": {},
         "pre-norm": {"pre_norm": True, "d_k": 6, "d_v": 10},
         "learned": {"learned_positions": True, "max_positions": 32},
+        "biased": {"activation": "swish", "output_bias": True},
     }[variant]
     # In float64, so that rounding makes no other network on another processor.
     network = make_network(5, sharpness=1.0, num_layers=1, **settings).double()

@@ -4,19 +4,23 @@ import copy
 import itertools
 import math
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.decoding import BeamSearch, penalty
+from model.decoding import BeamResult, BeamSearch, penalty
 from model.transformer import Cache, PaddedTransformer, Transformer
 from tests.model.search_truth import (
     BOS,
+    ENGINES,
     EOS,
     LENGTHS,
     PAD,
+    PREFIXES,
     SEARCHES,
     UNK,
     Reference,
@@ -284,3 +288,114 @@ def test_bfloat16_finds_answers_as_good() -> None:
             assert score == pytest.approx(best_score, abs=0.1)
             assert float(found.scores[sentence, 0]) == pytest.approx(score, abs=0.1)
     assert equal >= 0.9 * len(variants) * len(LENGTHS)
+
+
+def search_where_sentences_wait(engine: str, network: Transformer) -> Any:
+    search = ENGINES[engine](network)
+    if engine == "compiled":
+        search.max_tokens = 40
+    return search
+
+
+@pytest.mark.parametrize("variant", ["", "learned"])
+def test_behind_prefixes_equals_a_plain_search_and_scores_those_of_teacher_forcing(variant: str) -> None:
+    """With beam and greedy search, by both rules; `plain_beam` knows no batch."""
+    source, mask = make_sources(LENGTHS)
+    network = trained_network(variant)
+    sentences = [(row[:length], prefix) for row, length, prefix in zip(source, LENGTHS, PREFIXES, strict=True)]
+    greedily = [plain_greedy(network, ids, len(ids) + 8, prefix) for ids, prefix in sentences]
+    for engine in ENGINES:
+        search = search_where_sentences_wait(engine, network)
+        for beam_size, alpha, extra, rule in ((4, 0.6, 5, "exact"), (3, 1.5, 12, "first")):
+            found = search.beam(source, mask, beam_size, alpha, extra, beam_size, rule, padded_prefixes())
+            assert_finds(network, found, references(network, beam_size, alpha, extra, rule == "first", forced=True))
+            for number, (ids, prefix) in enumerate(sentences):
+                answers = answers_of(found, number)
+                assert answers == sorted(answers, key=lambda one: -one[0])
+                assert len({tuple(tokens) for _, tokens in answers}) == beam_size
+                for score, tokens in answers:
+                    assert tokens[: len(prefix)] == prefix
+                    total = forced_log_probability(network, ids, tokens)
+                    assert score == pytest.approx(penalized(total, len(tokens), alpha), abs=tolerance(network))
+        tokens, lengths, totals = search.greedy(source, mask, 8, padded_prefixes())
+        found = BeamResult(*(one.unsqueeze(1) for one in (tokens, lengths, totals, totals)))
+        assert_finds(network, found, greedily)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_empty_prefix_changes_no_bit(engine: str) -> None:
+    source, mask = make_sources(LENGTHS)
+    search = search_where_sentences_wait(engine, trained_network())
+    expected = search.beam(source, mask, 4, 0.6, 8, 4)
+    for prefix in (padded_prefixes([[]] * len(LENGTHS)), torch.zeros(len(LENGTHS), 3, dtype=torch.int64)):
+        found = search.beam(source, mask, 4, 0.6, 8, 4, "exact", prefix)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+SOURCE = torch.tensor([[4, 5, EOS]])
+MASK = torch.ones(1, 3, dtype=torch.bool)
+
+
+def with_prefix(prefix: Sequence[object]) -> tuple[object, ...]:
+    return SOURCE, None, 4, 0.6, 5, 1, "exact", torch.tensor(prefix)
+
+
+BAD_ARGUMENTS = {
+    "one or more of each": (SOURCE[:0], None, 4, 0.6, 5, 1),
+    r"not .*\[1, 0\]": (SOURCE[:, :0], None, 4, 0.6, 5, 1),
+    r"not .*\[1, 1, 3\]": (SOURCE[None], None, 4, 0.6, 5, 1),
+    "must be int64": (SOURCE.float(), None, 4, 0.6, 5, 1),
+    "ids must be 0 .. 23": (SOURCE + 19, None, 4, 0.6, 5, 1),
+    "must be 0 .. 23": (-SOURCE, None, 4, 0.6, 5, 1),
+    "must be bool of shape": (SOURCE, MASK[:, :2], 4, 0.6, 5, 1),
+    "must be bool": (SOURCE, MASK.int(), 4, 0.6, 5, 1),
+    "without any token": (SOURCE.repeat(2, 1), torch.cat([MASK, ~MASK]), 4, 0.6, 5, 1),
+    "beam_size 0 must be": (SOURCE, None, 0, 0.6, 5, 1),
+    "n_best 5 must be 1 .. beam_size 4": (SOURCE, None, 4, 0.6, 5, 5),
+    "n_best 0 must be": (SOURCE, None, 4, 0.6, 5, 0),
+    "length_penalty -0.5 must be": (SOURCE, None, 4, -0.5, 5, 1),
+    "length_penalty inf must be": (SOURCE, None, 4, math.inf, 5, 1),
+    "length_penalty nan must be": (SOURCE, None, 4, math.nan, 5, 1),
+    "max_extra_tokens -1 must be": (SOURCE, None, 4, 0.6, -1, 1),
+    "stop_rule last must be exact or first": (SOURCE, None, 4, 0.6, 5, 1, "last"),
+    r"target_prefix must be int64 of shape \[1, tokens\], not .*\[2, 1\]": with_prefix([[4], [4]]),
+    "target_prefix must be int64 of shape": with_prefix([[4.0]]),
+    "target_prefix must be int64": with_prefix([4]),
+    "target_prefix must be ids of pieces, 0 .. 23": with_prefix([[24]]),
+    "must be ids of pieces, .* behind them": with_prefix([[-1]]),
+    "must be ids of pieces, .* padding": with_prefix([[4, PAD, 4]]),
+    "ids of pieces, .* padding": with_prefix([[BOS]]),
+    "of pieces, .* padding": with_prefix([[4, EOS]]),
+    "target_prefix is as long as an answer may be": with_prefix([[4] * 8]),
+}
+
+
+def test_wrong_arguments_are_refused_in_python_torchscript_and_the_compiled_search() -> None:
+    searches = [make(make_network(0)) for make in SEARCHES.values()]
+    scripted = torch.jit.script(searches[0])
+    for message, arguments in BAD_ARGUMENTS.items():
+        for search in searches:
+            with pytest.raises(ValueError, match=message):
+                search.beam(*arguments)
+        with pytest.raises(torch.jit.Error, match=message):
+            scripted.beam(*arguments)
+    for one in (*searches, scripted):  # the smallest valid arguments
+        assert one.beam(SOURCE, None, 1, 0.0, 0, 1).lengths.item() <= 3
+
+
+@pytest.mark.parametrize(("bos_id", "eos_id", "pad_id"), [(2, 2, 0), (2, 3, 24), (-1, 3, 0)])
+def test_wrong_special_ids_are_refused(bos_id: int, eos_id: int, pad_id: int) -> None:
+    with pytest.raises(ValueError, match="three different ids"):
+        BeamSearch(make_network(0), bos_id, eos_id, pad_id)
+
+
+@pytest.mark.parametrize("variant", ["", "pre-norm", "learned"])
+def test_scripted_equals_eager(variant: str, tmp_path: Path) -> None:
+    """tests/export/test_bundle.py loads a bundle where the project is not."""
+    source, mask = make_sources(LENGTHS)
+    search = BeamSearch(trained_network(variant), BOS, EOS, PAD).eval()
+    torch.jit.script(search).save(str(tmp_path / "search.ts"))
+    loaded = torch.jit.load(tmp_path / "search.ts")
+    for name, *options in (("beam", 4, 0.6, 10, 4), ("greedy", 10), ("beam", 4, 0.6, 10, 4, "first")):
+        found, expected = (getattr(one, name)(source, mask, *options) for one in (loaded, search))
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

@@ -15,6 +15,7 @@ from model.sampling import Sampling, choose, draw_uniforms, split_mix
 from model.transformer import Transformer
 from tests.model.search_truth import (
     BOS,
+    ENGINES,
     EOS,
     LENGTHS,
     PAD,
@@ -39,10 +40,6 @@ SETTINGS = [
     Sampling(top_p=0.7, seed=2),
     Sampling(temperature=1.3, top_k=3, top_p=0.8),
 ]
-ENGINES = {
-    **SEARCHES,
-    "scripted": lambda network: torch.jit.script(SEARCHES["operators"](network)),
-}
 
 
 def most_probable(probabilities: Sequence[float], sampling: Sampling) -> tuple[list[float], float]:
