@@ -65,8 +65,6 @@ def test_steps_count_from_one(step: int, schedule: str) -> None:
     peak = {} if schedule == "paper" else {"peak_learning_rate": 1.0}
     with pytest.raises(ValueError, match="1 or more"):
         rate(step, schedule=schedule, **peak)
-    with pytest.raises(ValueError, match="1 or more"):
-        TrainingSettings(warmup_steps=step)
 
 
 def test_the_factor_on_the_loss_is_that_of_the_frameworks_scaler() -> None:
