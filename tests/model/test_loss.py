@@ -36,20 +36,27 @@ class Products(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.1, 0.3])
+@pytest.mark.parametrize("scale", [None, 0.25, torch.tensor(3.0)])
 @pytest.mark.parametrize(("chunk_rows", "cached_rows"), [(0, 99), (7, 99), (7, 2), (7, 0), (99, 5), (99, 99)])
 def test_equals_linear_and_cross_entropy(
-    epsilon: float, chunk_rows: int, cached_rows: int, monkeypatch: pytest.MonkeyPatch
+    epsilon: float,
+    scale: float | torch.Tensor | None,
+    chunk_rows: int,
+    cached_rows: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The scale is that of the loss and the gradients; other sums are not scaled."""
     hold_rows(chunk_rows, cached_rows, monkeypatch)
     states, weight, targets = problem()
-    sums = label_smoothed_loss(states, weight, targets, epsilon, PAD)
+    sums = label_smoothed_loss(states, weight, targets, epsilon, PAD, scale=scale)
+    factor, upstream = (1.0, 0.37) if scale is None else (float(scale), 1.0)
     assert [one.requires_grad for one in sums] == [True, False, False]
-    gradients = torch.autograd.grad(sums.smoothed * 0.37, [states, weight])
+    gradients = torch.autograd.grad(sums.smoothed * upstream, [states, weight])
     logits = F.linear(states, weight).flatten(0, 1)
     options = {"ignore_index": PAD, "reduction": "sum"}
     expected = F.cross_entropy(logits, targets.flatten(), label_smoothing=epsilon, **options)
-    expected_gradients = torch.autograd.grad(expected * 0.37, [states, weight], retain_graph=True)
-    assert sums.smoothed.item() == pytest.approx(expected.item(), rel=1e-12)
+    expected_gradients = torch.autograd.grad(expected * factor * upstream, [states, weight], retain_graph=True)
+    assert sums.smoothed.item() == pytest.approx(expected.item() * factor, rel=1e-12)
     assert plain_loss(states, weight, targets, epsilon, PAD).item() == pytest.approx(expected.item(), rel=1e-12)
     for ours, theirs in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
@@ -60,30 +67,6 @@ def test_equals_linear_and_cross_entropy(
     assert correct[targets.flatten() == PAD].any()
     assert correct[12]
     assert sums.num_correct.item() == correct[targets.flatten() != PAD].sum().item() >= 2
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("factor", [0.25, torch.tensor(3.0)])
-@pytest.mark.parametrize("chunk_rows", [0, 7, 99])
-def test_a_given_scale_is_that_of_loss_and_gradients(
-    dtype: torch.dtype, factor: float | torch.Tensor, chunk_rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In one chunk and in several, and also where products have the type of the sums. Other sums are not scaled."""
-    hold_rows(chunk_rows, 99, monkeypatch)
-    states, weight, targets = problem(dtype if dtype == torch.float64 else torch.float32)
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        found = label_smoothed_loss(states, weight, targets, 0.1, PAD, scale=factor)
-    exact = [one.detach().double().requires_grad_() for one in (states, weight)]
-    expected = label_smoothed_loss(*exact, targets, 0.1, PAD)
-    gradients = torch.autograd.grad(found.smoothed, [states, weight])
-    expected_gradients = torch.autograd.grad(expected.smoothed * factor, exact)
-    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
-    assert found.smoothed.item() == pytest.approx((expected.smoothed * factor).item(), rel=tolerance)
-    assert found.negative_log_likelihood.item() == pytest.approx(expected.negative_log_likelihood.item(), rel=tolerance)
-    if dtype != torch.bfloat16:  # which may round two classes to one
-        assert found.num_correct.item() == expected.num_correct.item()
-    for ours, theirs in zip(gradients, expected_gradients, strict=True):
-        assert (ours - theirs).norm() <= tolerance * theirs.norm()
 
 
 @pytest.mark.parametrize(("epsilon", "alpha"), [(0.0, 1.0), (0.1, 5.0)])
@@ -136,17 +119,40 @@ def test_r_drop_by_hand() -> None:
     assert float(sums.num_correct) == 1.0  # A tie is correct.
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_r_drop_in_16_bits_stays_near_float64(dtype: torch.dtype) -> None:
-    states, weight, targets = two_passes(torch.float32)
-    with torch.autocast("cpu", dtype):
-        low = label_smoothed_loss(states, weight, targets, 0.1, PAD, r_drop_alpha=2.0).smoothed
-    exact_inputs = [one.detach().double().requires_grad_() for one in (states, weight)]
-    exact = plain_r_drop(*exact_inputs, targets, 0.1, 2.0)
-    assert low.item() == pytest.approx(exact.item(), rel=0.01)
-    found, expected = torch.autograd.grad(low, [states, weight]), torch.autograd.grad(exact, exact_inputs)
-    for one, other in zip(found, expected, strict=True):
-        assert (one - other).norm() < 0.03 * other.norm()
+@pytest.mark.parametrize(
+    ("dtype", "alpha", "of_loss", "of_gradients"),
+    [
+        (torch.float32, 0.0, 1e-5, 1e-5),
+        (torch.bfloat16, 0.0, 0.02, 0.02),
+        (torch.bfloat16, 2.0, 0.01, 0.03),
+        (torch.float16, 2.0, 0.01, 0.03),
+    ],
+)
+@pytest.mark.parametrize("scale", [0.25, torch.tensor(3.0)])
+@pytest.mark.parametrize("chunk_rows", [0, 7, 99])
+def test_less_precision_stays_near_float64(
+    dtype: torch.dtype,
+    alpha: float,
+    of_loss: float,
+    of_gradients: float,
+    scale: float | torch.Tensor,
+    chunk_rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By autocast, in one chunk and in several."""
+    hold_rows(chunk_rows, 99, monkeypatch)
+    states, weight, targets = (two_passes if alpha else problem)(torch.float32)
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        found = label_smoothed_loss(states, weight, targets, 0.1, PAD, scale=scale, r_drop_alpha=alpha)
+    exact = [one.detach().double().requires_grad_() for one in (states, weight)]
+    expected = label_smoothed_loss(*exact, targets, 0.1, PAD, scale=scale, r_drop_alpha=alpha)
+    for name in ("smoothed", "negative_log_likelihood"):
+        assert getattr(found, name).item() == pytest.approx(getattr(expected, name).item(), rel=of_loss)
+    if dtype == torch.float32:  # 16 bits may round two classes to one
+        assert found.num_correct.item() == expected.num_correct.item()
+    gradients = torch.autograd.grad(found.smoothed, [states, weight])
+    for ours, theirs in zip(gradients, torch.autograd.grad(expected.smoothed, exact), strict=True):
+        assert (ours - theirs).norm() <= of_gradients * theirs.norm()
 
 
 def test_sums_over_bfloat16_states_are_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,8 +240,7 @@ def test_rows_of_a_chunk_on_a_gpu_by_hand(
     rows: int, memory: int, dtype: torch.dtype, in_place: bool, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For 37,000 pieces, on GPUs of several sizes."""
-    properties = SimpleNamespace(total_memory=memory)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory))
     assert model.loss._chunk_tokens(rows, 37_000, torch.device("cuda"), dtype, in_place) == expected
 
 
