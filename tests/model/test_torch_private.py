@@ -9,14 +9,6 @@ from model import torch_private
 from model.optimization import take_step
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN")
-def test_packed_products() -> None:
-    weight, bias, x = torch.randn(40, 30), torch.randn(40), torch.randn(2, 3, 30)
-    packed = torch_private.pack_weight(weight)
-    torch.testing.assert_close(torch_private.packed_linear(x, packed, bias), F.linear(x, weight, bias))
-    torch.testing.assert_close(torch_private.packed_linear(x, packed, None), F.linear(x, weight))
-
-
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
 def test_fused_optimizers_skip_a_step_and_divide_gradients(kind: type[torch.optim.Optimizer]) -> None:
     steps = []
