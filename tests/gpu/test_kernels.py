@@ -31,20 +31,10 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_of_the_papers_heads(kind: str, dtype: torch.dtype) -> None:
+    """Also of lengths beside the sizes of tiles; the table of fast paths has other heads."""
     check_attention(PAPER, CROSS if kind == "cross" else RAGGED, kind, dtype, "cuda")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_lengths_beside_the_sizes_of_tiles(kind: str) -> None:
-    check_attention(PAPER, EDGES, kind, torch.bfloat16, "cuda")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("heads", [Heads(2, 24, 40), Heads(16, 32, 32), Heads(1, 128, 64), Heads(3, 7, 5)], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_of_other_heads(heads: Heads, kind: str, dtype: torch.dtype) -> None:
-    check_attention(heads, CROSS if kind == "cross" else RAGGED, kind, dtype, "cuda")
+    if dtype == torch.bfloat16:
+        check_attention(PAPER, EDGES, kind, dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -1,8 +1,6 @@
 """Properties of training on a GPU. Each test also runs on the CPU, as far as it applies."""
 
-import warnings
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -13,7 +11,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch
@@ -22,8 +19,9 @@ from data_module.errors import InputError
 from data_module.settings import BatchSettings
 from data_module.translation_data_module import TranslationDataModule
 from model.backend import Backend
-from model.loss import label_smoothed_loss
-from model.packed_attention import PLAIN_ATTENTION
+from model.fast.compilation import CompiledForward
+from model.loss import PYTORCH_LOSS, label_smoothed_loss
+from model.packed_attention import FLASH_ATTENTION, PLAIN_ATTENTION
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import TranslationModule
 from pipeline.benchmark.train import PeakMemory
@@ -34,7 +32,6 @@ from pipeline.runtime.backend import choose_backend
 from pipeline.training.memory_probe import MemoryProbe
 from tests.compilations import Compilations
 from tests.conftest import ALONE
-from tests.gpu.backends import make_backend
 from tests.model.sentence_batches import PAD, SPECIAL, VOCABULARY, packed, padded
 
 WARNINGS = ["You have overridden `transfer_batch_to_device`", ".*does not have many workers", ".*LeafSpec"]
@@ -60,11 +57,18 @@ FLASH = pytest.param("cuda", "flash", marks=pytest.mark.gpu)
 KERNELS = [pytest.param("cuda", kernels, marks=pytest.mark.gpu) for kernels in ("pytorch", "triton")]
 
 
-@pytest.fixture(autouse=True)
-def _kernels_as_before() -> Iterator[None]:
-    enabled = torch.backends.cuda.cudnn_sdp_enabled()
-    yield
-    torch.backends.cuda.enable_cudnn_sdp(enabled)
+def make_backend(
+    device: str, kernels: str = "pytorch", compiled: bool = False, precision: str = "bf16-mixed"
+) -> Backend:
+    """Return the backend of a GPU without the checks of `choose_backend`; on a CPU, that of PyTorch's operators."""
+    loss, on_gpu = PYTORCH_LOSS, device == "cuda"
+    attention = FLASH_ATTENTION if on_gpu and precision.endswith("-mixed") else PLAIN_ATTENTION
+    if on_gpu and kernels == "triton":
+        from model.fast.triton_attention import TRITON_ATTENTION
+        from model.fast.triton_loss import TRITON_LOSS
+
+        attention, loss = TRITON_ATTENTION, TRITON_LOSS
+    return Backend(precision, attention=attention, loss=loss, compiled=CompiledForward if compiled else None)
 
 
 @pytest.fixture
@@ -283,26 +287,6 @@ def test_all_batches_of_a_gpu_share_one_graph(kernels: str) -> None:
             found.sum().backward()
             assert (found - expected).norm() < 0.01 * expected.norm()
     assert compilations.num_graphs == 1
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_padded_batches_without_a_mask_take_the_flash_kernel(device: str) -> None:
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    made = module(device)
-    head = torch.zeros(3, 2, 7, 64, dtype=dtype, device=device, requires_grad=True)
-    for causal in (False, True):
-        assert torch._fused_sdp_choice(head, head, head, is_causal=causal) == SDPBackend.FLASH_ATTENTION.value
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.autocast(device, dtype, enabled=device == "cuda"):
-        for lengths in (LENGTHS[0], LENGTHS[2]):
-            batch = padded(lengths).to(device)
-            assert batch.source_mask is None
-            made.losses(batch).smoothed.backward()
-        if device == "cuda":  # shows that no other kernel was enabled
-            masked = padded(LENGTHS[1]).to(device)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # PyTorch warns why each kernel was not used
-                with pytest.raises(RuntimeError, match="No available kernel"):
-                    made.losses(masked)
 
 
 def loss_and_gradient(
