@@ -95,6 +95,10 @@ def test_scores_of_each_source(recipe: "dict[str, SeveralLanguages]", tmp_path: 
     numbers.write_text("1\n2\n3\n4\n10\n20\n30\n5\n")
     figures = evaluated("--scores", numbers)
     assert [figures["sources"][name]["scores"] for name in ("de", "fr")] == [3, 20]
+    numbers.write_text("1\n2\n")
+    assert "numbers: has 2 scores for 8 sentences; give one a sentence" in refusal(
+        "evaluate", "this", "--scores", numbers
+    )
 
 
 def test_mistakes_are_refused_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
