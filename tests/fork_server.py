@@ -118,9 +118,9 @@ class ForkServer:
         given: bytes = b"",
         stderr: int | IO[bytes] | None = None,
     ) -> ForkedProcess:
-        """Start `python -m module arguments`, with `given` as standard input and, if it is a file, `stderr`."""
+        """Start `python -m module arguments`, with `given` as standard input; a file or descriptor may be `stderr`."""
         output = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115, `wait` closes them
-        errors = output[1] if stderr is None or isinstance(stderr, int) else stderr
+        errors = output[1] if stderr in (None, subprocess.PIPE, subprocess.DEVNULL) else stderr
         request = Request(module=module, arguments=arguments, environment=environment, cwd=str(cwd or Path.cwd()))
         data = json.dumps(request).encode() + b"\n"
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -128,7 +128,8 @@ class ForkServer:
         with tempfile.TemporaryFile() as stdin:
             stdin.write(given)
             stdin.seek(0)
-            sent = socket.send_fds(connection, [data], [stdin.fileno(), output[0].fileno(), errors.fileno()])
+            descriptors = [one if isinstance(one, int) else one.fileno() for one in (stdin, output[0], errors)]
+            sent = socket.send_fds(connection, [data], descriptors)
         connection.sendall(data[sent:])
         return ForkedProcess(connection, [sys.executable, "-m", module, *arguments], output)
 

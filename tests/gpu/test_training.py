@@ -252,7 +252,7 @@ def test_training_batches_are_in_memory_that_a_gpu_copies_by_itself(device: str,
     data = TranslationDataModule(corpus_folder, BatchSettings(batch_tokens=400, workers=1), SPECIAL, seed=1)
     for share in islice(data.train_dataloader(), 3):
         assert share.numbers.is_pinned() == torch.cuda.is_available()
-        assert share.to(device, non_blocking=True).numbers.device.type == device
+        assert share.to(device).numbers.device.type == device
 
 
 @pytest.mark.parametrize(("device", "layout"), [LAYOUTS[1], *LAYOUTS[3:], FLASH])
