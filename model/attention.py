@@ -101,7 +101,8 @@ class Attention(nn.Module):
     def attend_rows(self, inputs: list[Tensor], segments: Segments) -> Tensor:
         """Compute attention over packed rows: by the backend's kernel or, without one, by `attend` over padded groups.
 
-        Inputs and result are those of `packed_attention.flash_attention`.
+        `inputs` is one tensor of queries, keys and values [tokens, H * (2 K + V)], or two: queries [queries, H * K],
+        and keys and values [keys, H * (K + V)]. The result is [queries, H * V].
         """
         if segments.kernel is None:
             return attend_in_groups(self.attend, inputs, segments, self.num_heads, self.d_k)

@@ -143,6 +143,7 @@ class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         grad_states, grad_weight = ctx.saved_tensors
+        # With a scale, the saved gradients already have it, and gradients[0] is 1; see `label_smoothed_loss`.
         if not ctx.is_scaled:
             scale = gradients[0]
             grad_states, grad_weight = grad_states * scale.to(grad_states.dtype), grad_weight * scale
@@ -152,6 +153,7 @@ class _FusedLoss(torch.autograd.Function):
 def _forward(
     ctx: Any, states: Tensor, weight: Tensor, targets: Tensor, options: _Options
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sums of `LossSums`. Save in `ctx` the gradients of states and weight, times `scale` if it is given."""
     epsilon, ignored_id, product_dtype, with_gradient, scale = options[:5]
     vocabulary_size, passes = weight.size(0), 2 if options.alpha else 1
     sum_dtype = torch.promote_types(states.dtype, torch.float32)

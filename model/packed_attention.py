@@ -1,7 +1,8 @@
 """Attention over packed rows: sentences lie end to end in a row, and each token attends to its own sentence only.
 
-Shapes: in this file, R is the number of query tokens and M that of key tokens, whether source or target; H heads,
-K d_k, V d_v; P cells of padded groups.
+Shapes: in this file, R is the number of query tokens and M that of key tokens, whether source or target: in
+cross-attention R counts target and M source tokens, the reverse of `attention.py`. H heads, K d_k, V d_v; P cells of
+padded groups.
 
 `Segments` describe the sentences for one attention. Two kinds of implementation read them. A kernel reads the offsets:
 PyTorch's variable-length flash attention on a GPU (`FLASH_ATTENTION`), Triton's, or the compiled one on a CPU. Plain
@@ -72,7 +73,8 @@ class PaddedSide(NamedTuple):
 
     tokens: Tensor
     """int64 [P + 1], the place in the row of each cell's token. A cell after a sentence's end repeats its last
-    token. One more cell, which belongs to no group, stands for all padding of the row."""
+    token. One more cell, which belongs to no group, stands for all padding of the row: it holds token 0, and
+    attention's result for it is 0."""
     cells: Tensor
     """int64 [R], the cell of each token of the row."""
     is_filler: Tensor
@@ -218,7 +220,8 @@ def attend_in_groups(
 class _Move(torch.autograd.Function):
     """Select the rows `index` of x. Row i of x gets the gradient of row `inverse[i]`, or 0 where `has_no_gradient`.
 
-    Repeated rows have a gradient of 0, so that nothing has to be added up, as the gradient of `index_select` does.
+    If a row of x is selected several times, only entry `inverse[i]` is read. The caller ensures that the others are
+    fillers or padding, which have no gradient, so nothing is added up, unlike in the gradient of `index_select`.
     """
 
     @staticmethod

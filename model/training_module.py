@@ -156,6 +156,7 @@ class TranslationModule(LightningModule):
             torch.nn.utils.clip_grads_with_norm_(parameters, self.training_settings.gradient_clip_norm, norm)
         # A tensor, since a condition would make the host wait for the device.
         skip = 1.0 - norm.isfinite().float()
+        # Lightning's wrapper, whose `step` also counts `global_step`, and PyTorch's optimizer inside.
         take_step(optimizer.optimizer, optimizer.step, skip, loss_scale)
         optimizer.zero_grad()
         if self.loss_scale is not None:

@@ -132,7 +132,7 @@ class Transformer(nn.Module):
         self.projection: nn.Module = Projection(vocabulary_size if settings.output_bias else 0)
 
     def embed(self, ids: Tensor, encodings: Tensor) -> Tensor:
-        """Return dropout(embeddings * sqrt(D) + encodings) of int64 ids [...] (sections 3.4, 3.5 and 5.4).
+        """Return dropout(embeddings * sqrt(D) + encodings) of int32 or int64 ids [...] (sections 3.4, 3.5 and 5.4).
 
         The shape of `encodings` broadcasts to that of the result, [..., D].
         """

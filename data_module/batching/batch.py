@@ -158,8 +158,8 @@ def collate(
 ) -> RankBatch:
     """Collate one rank's pairs, using array operations only.
 
-    `rows` has the pairs of each micro-batch, as indices into the corpus. For the arguments after `shape`, see
-    `RankBatch`.
+    `rows` has an array of pairs for each micro-batch, as indices into the corpus; these are not rows of tokens. For the
+    arguments after `shape`, see `RankBatch`.
     """
     parts, shapes, num_tokens = [], [], 0
     rows = [longest_first(corpus, pairs) for pairs in rows]
