@@ -175,7 +175,7 @@ def check_kills(recipe: Path, folder: Path, *, positions: int, steps: int, kills
             )
             assert texts == expected_texts, tag
     summaries = [json.loads((path / "summary.json").read_text()) for path in (run, whole)]
-    assert summaries[0]["starts"] == kills + 1 - victim.too_early
+    assert summaries[0]["starts"] == victim.kills + 1 - victim.too_early
     # Repeated steps and start-up do not count towards goodput.
     assert 0 < summaries[0]["goodput"] < summaries[1]["goodput"] < 1
 
