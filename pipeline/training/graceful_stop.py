@@ -35,8 +35,8 @@ MARGIN_SECONDS = 30
 """How much longer the gradients' process group waits than this one, so that an error is raised here first."""
 POLL_SECONDS = 1.0
 """How often a thread checks whether the ranks' reduction has failed."""
-ANSWER_SECONDS = 3.0
-"""How long a rank waits for the others to report that they have failed too."""
+ANSWER_SECONDS = 10.0
+"""How long a rank waits for the others to report that they have failed too; one that is late counts as dead."""
 
 
 class StopConsensus:
@@ -158,7 +158,7 @@ class FailureReport:
         # A call to a store that hangs, or whose connection was cut, never returns.
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
-        thread.join(2 * ANSWER_SECONDS)
+        thread.join(ANSWER_SECONDS + 3)
         return answers[0] if answers else None
 
 

@@ -39,8 +39,8 @@ def test_a_dead_rank_a_hung_rank(cluster: Cluster, recipe_file: Path, tmp_path: 
     os.kill(rank, signal.SIGKILL)
     job.wait_for("starting again on 2 of 2 nodes: 127.0.0.11 127.0.0.12", times=1)
     killed_at = step_of(checkpoints(run)[-1])
-    assert "rank 1 on 127.0.0.12 has died or hangs; rank 0 on 127.0.0.11 waited for it" in job.log
-    assert "127.0.0.12: task 1: Killed" in job.log
+    assert "rank 1 on 127.0.0.12 has died or hangs; rank 0 on 127.0.0.11 waited for it" in job.log, job.log
+    assert "127.0.0.12: task 1: Killed" in job.log, job.log
 
     wait_until_saved(job, run, step=killed_at + 4)
     # Rank 0 holds the store of the others, which does not respond either.
@@ -48,7 +48,7 @@ def test_a_dead_rank_a_hung_rank(cluster: Cluster, recipe_file: Path, tmp_path: 
     os.kill(rank, signal.SIGSTOP)
     job.wait_for("starting again on 2 of 2 nodes", times=2)
     hung_at = step_of(checkpoints(run)[-1])
-    assert "rank 0 on 127.0.0.11 has died or hangs; rank 1 on 127.0.0.12 waited for it" in job.log
+    assert "rank 0 on 127.0.0.11 has died or hangs; rank 1 on 127.0.0.12 waited for it" in job.log, job.log
 
     assert job.wait() == "COMPLETED", job.log
     assert resumed_from(job) == [killed_at, hung_at]
@@ -76,7 +76,7 @@ def test_a_lost_node(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> Non
         assert job.wait() == "COMPLETED", job.log
     assert job.restarts == 0
     assert len(resumed_from(job)) == 1
-    assert "rank 1 on 127.0.0.12 has died or hangs" in job.log
+    assert "rank 1 on 127.0.0.12 has died or hangs" in job.log, job.log
     assert step_of(checkpoints(run)[-1]) == 60
 
 
