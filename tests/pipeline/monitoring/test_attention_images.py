@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
@@ -20,12 +21,14 @@ FONTS = Path(matplotlib.get_data_path())
 
 
 @pytest.fixture(autouse=True)
-def only_matplotlibs_fonts(monkeypatch: pytest.MonkeyPatch) -> None:
+def only_matplotlibs_fonts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a machine without other fonts."""
     monkeypatch.setattr(
         fontManager, "ttflist", [one for one in fontManager.ttflist if FONTS in Path(one.fname).parents]
     )
-    monkeypatch.setattr(attention_images, "_family_of", {})
+    attention_images._family.cache_clear()
+    yield
+    attention_images._family.cache_clear()
 
 
 def picture(values: np.ndarray, rows: list[str], columns: list[str], labels: Labels | None = None) -> np.ndarray:
