@@ -19,8 +19,6 @@ from pipeline.monitoring.validation_samples import ValidationSamples
 
 _MAX_PIECES = 40
 """Sentences are cut to this many pieces."""
-_PREFERRED_PIECES = 16
-"""By default, sentences of about this length are drawn."""
 _MAX_HEADS = 8
 _MAX_COUNTED_TOKENS = 5_000_000
 _MAX_POSITIONS = 128
@@ -30,8 +28,8 @@ class AttentionPlots(Callback):
     """Draws the attention of chosen validation pairs, on rank 0.
 
     Must come after `samples`, which collects the translations of the validation's `sources`, and before `EMA`, which
-    restores the weights. `check_training` has checked that the layers and heads of `settings` exist. The training
-    corpus gives the frequencies of pieces.
+    restores the weights. `check_training` has checked that the layers and heads of `settings` exist. The start of the
+    training corpus gives the frequencies of pieces.
     """
 
     def __init__(
@@ -45,7 +43,8 @@ class AttentionPlots(Callback):
     ) -> None:
         self._samples, self._pieces = samples, tokenizer.pieces()
         self._sources = [ids.tolist() for ids in tokenizer.encode(sources)]
-        self._pairs = self._default_pairs() if settings.attention_sentences is None else settings.attention_sentences
+        self._pairs = samples.samples[:2] if settings.attention_sentences is None else settings.attention_sentences
+        samples.keep(self._pairs)
         depths = {"encoder": network.encoder_layers, "decoder": network.decoder_layers, "cross": network.decoder_layers}
         # If encoder and decoder differ in depth, a given layer may exist in only one of them.
         self._layers = {
@@ -53,14 +52,11 @@ class AttentionPlots(Callback):
             for kind, depth in depths.items()
         }
         self._heads = settings.attention_heads or list(range(min(network.num_heads, _MAX_HEADS)))
-        samples.keep(self._pairs)
-        self._frequent_pieces = _most_frequent(corpus, tokenizer.vocabulary_size, settings.embedding_pieces)
+        counted = [side.tokens[:_MAX_COUNTED_TOKENS] for side in (corpus.source, corpus.target)]
+        self._occurrences = np.bincount(np.concatenate(counted), minlength=tokenizer.vocabulary_size)
+        by_frequency = NUM_SPECIAL_IDS + np.argsort(-self._occurrences[NUM_SPECIAL_IDS:], kind="stable")
+        self._frequent_pieces = by_frequency[: settings.embedding_pieces]
         self._positions_drawn = False
-
-    def _default_pairs(self) -> list[int]:
-        """Return the two samples whose length is closest to the preferred one."""
-        by_distance = sorted(self._samples.samples, key=lambda pair: abs(len(self._sources[pair]) - _PREFERRED_PIECES))
-        return sorted(by_distance[:2])
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the images and write the projector's files."""
@@ -81,69 +77,45 @@ class AttentionPlots(Callback):
         self, drawing: ModuleType, log: RunLog, module: TranslationModule, number: int, pair: int
     ) -> None:
         """Log the attention of a validation pair while the decoder is given its translation."""
-        special, step = module.special, module.global_step
-        source = [*self._sources[pair][: _MAX_PIECES - 1], special.eos]
-        target = [piece for piece in self._samples.translation(pair).pieces if piece >= NUM_SPECIAL_IDS]
-        target = target[: _MAX_PIECES - 1]
-        previous = [special.bos, *target]
-        maps = attention_maps(
-            module.network,
-            torch.tensor([source], device=module.device),
-            torch.tensor([previous], device=module.device),
-        )
-        pieces = {"source": self._labels(source[:-1]), "target": self._labels(target)}
-        labels = drawing.axis_labels(pieces["source"], pieces["target"], *self._labels([special.bos, special.eos]))
+        special = module.special
+        translation = [piece for piece in self._samples.translation(pair).pieces if piece >= NUM_SPECIAL_IDS]
+        source, target = self._sources[pair][: _MAX_PIECES - 1], translation[: _MAX_PIECES - 1]
+        sides = [*source, special.eos], [special.bos, *target]
+        maps = attention_maps(module.network, *(torch.tensor([ids], device=module.device) for ids in sides))
+        pieces = [[self._pieces[index] for index in ids] for ids in (source, target)]
+        labels = drawing.axis_labels(*pieces, self._pieces[special.bos], self._pieces[special.eos])
         if labels.note:
-            rows = enumerate(zip_longest(*pieces.values(), fillvalue=""), 1)
-            numbered = table(["number", *pieces], ((index, *row) for index, row in rows))
-            log.add_text(f"validation_attention/pieces_{number}", f"{labels.note}\n\n{numbered}", step)
-        for kind in drawing.AXES:
-            if not self._layers[kind]:
-                continue
-            weights = [layer[0].float().cpu().numpy() for layer in maps[kind]]
-            subject = f", validation pair {pair}"
-            image = drawing.draw_attention(kind, weights, labels, self._layers[kind], self._heads, subject)
-            log.add_image(f"validation_attention/{kind}_{number}", image, step)
+            rows = [(index, *row) for index, row in enumerate(zip_longest(*pieces, fillvalue=""), 1)]
+            page = f"{labels.note}\n\n{table(['number', 'source', 'target'], rows)}"
+            log.add_text(f"validation_attention/pieces_{number}", page, module.global_step)
+        for kind, layers in self._layers.items():
+            if layers:
+                weights = torch.cat(maps[kind]).float().cpu().numpy()
+                image = drawing.draw_attention(kind, weights, labels, layers, self._heads, f", validation pair {pair}")
+                log.add_image(f"validation_attention/{kind}_{number}", image, module.global_step)
 
     def _log_positions(self, drawing: ModuleType, log: RunLog, module: TranslationModule) -> None:
         positions = module.network.positions
         count = min(_MAX_POSITIONS, positions.max_positions or _MAX_POSITIONS)
         with torch.no_grad():
-            table = positions(0, count).float().cpu().numpy()
-        title, columns = f"learned positions, {table.shape[1]} dimensions", "dimension"
+            values = positions(0, count).float().cpu().numpy()
+        kind, columns = "learned", "dimension"
         if not module.network_settings.learned_positions:
-            title = f"sinusoidal positions, {table.shape[1]} dimensions"
-            columns = "sines (dimensions 0, 2, 4 …), then cosines (1, 3, 5 …)"
-            table = np.concatenate((table[:, 0::2], table[:, 1::2]), axis=1)
-        image = drawing.draw_matrix(title, table, "position", columns)
+            kind, columns = "sinusoidal", "sines (dimensions 0, 2, 4 …), then cosines (1, 3, 5 …)"
+            values = np.concatenate((values[:, 0::2], values[:, 1::2]), axis=1)
+        image = drawing.draw_matrix(f"{kind} positions, {values.shape[1]} dimensions", values, "position", columns)
         log.add_image("validation_attention/positions", image, module.global_step)
 
     def _write_embeddings(self, log: RunLog, module: TranslationModule) -> None:
         """Write the embeddings of the most frequent pieces for TensorBoard's projector, which shows one version."""
-        ids = [index for index, _ in self._frequent_pieces]
-        rows = torch.tensor(ids, device=module.device)
-        vectors = module.network.embedding.weight.detach()[rows].float().cpu().numpy()
-        lines = ["piece\toccurrences"]
-        for piece, (_, count) in zip(self._labels(ids), self._frequent_pieces, strict=True):
-            lines.append(f"{' '.join(piece.split()) or '(space)'}\t{count}")
-        log.write(f"{EVENTS}/embeddings.bytes", vectors.astype("<f4").tobytes())
-        log.write(f"{EVENTS}/embeddings.tsv", ("\n".join(lines) + "\n").encode())
-        log.write(
-            f"{EVENTS}/projector_config.pbtxt",
-            (
-                'embeddings { tensor_name: "pieces" tensor_path: "embeddings.bytes" metadata_path: "embeddings.tsv" '
-                f"tensor_shape: {vectors.shape[0]} tensor_shape: {vectors.shape[1]} }}\n"
-            ).encode(),
+        vectors = module.network.embedding.weight.detach().cpu().float().numpy()[self._frequent_pieces]
+        lines = ["piece\toccurrences\n"]
+        for index in self._frequent_pieces:
+            lines.append(f"{' '.join(self._pieces[index].split()) or '(space)'}\t{self._occurrences[index]}\n")
+        config = (
+            'embeddings { tensor_name: "pieces" tensor_path: "embeddings.bytes" metadata_path: "embeddings.tsv" '
+            f"tensor_shape: {vectors.shape[0]} tensor_shape: {vectors.shape[1]} }}\n"
         )
-
-    def _labels(self, ids: list[int]) -> list[str]:
-        return [self._pieces[index] for index in ids]
-
-
-def _most_frequent(corpus: ParallelCorpus, vocabulary_size: int, count: int) -> list[tuple[int, int]]:
-    """Return the ids of the most frequent pieces and how often they occur at the start of the corpus."""
-    occurrences = np.bincount(corpus.source.tokens[:_MAX_COUNTED_TOKENS], minlength=vocabulary_size)
-    occurrences += np.bincount(corpus.target.tokens[:_MAX_COUNTED_TOKENS], minlength=vocabulary_size)
-    occurrences[:NUM_SPECIAL_IDS] = -1  # sorted last, so that they are never among the first `count`
-    frequent = np.argsort(-occurrences, kind="stable")[: min(count, vocabulary_size - NUM_SPECIAL_IDS)]
-    return [(int(index), int(occurrences[index])) for index in frequent]
+        log.write(f"{EVENTS}/embeddings.bytes", vectors.astype("<f4").tobytes())
+        log.write(f"{EVENTS}/embeddings.tsv", "".join(lines).encode())
+        log.write(f"{EVENTS}/projector_config.pbtxt", config.encode())
