@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -19,10 +18,6 @@ from pipeline.runtime.console import user_message
 
 Work = Callable[[str, int], None]
 """The work of a process: takes a device (`cpu`, or a GPU as `cuda:0`) and the process's number from 0."""
-
-
-class WorkerError(Exception):
-    """A process has failed. The message is one line that names it."""
 
 
 def choose_devices(count: int) -> list[str]:
@@ -39,73 +34,57 @@ def choose_devices(count: int) -> list[str]:
 
 
 def run_on_devices(work: Work, devices: list[str]) -> None:
-    """Run `work` in a process for each device, and wait until all have ended; if one fails, end the others.
+    """Run `work` in a process for each device, or in this one for a single device; if one fails, end the others.
 
-    Raises:
-        InputError: a process has found a mistake of the user.
-        WorkerError: a process was killed, ran out of memory, or has failed otherwise.
+    Raises what `work` raises. From another process that is InputError for a mistake of the user, MemoryError, or
+    ChildProcessError if the process was killed or has failed otherwise.
     """
-    # A device's share of the processors, but no more threads than this process has, such as by OMP_NUM_THREADS.
-    num_threads = max(1, min(torch.get_num_threads(), num_processors() // len(devices)))
+    if len(devices) == 1:
+        work(devices[0], 0)
+        return
     context = multiprocessing.get_context("spawn")
-    processes: list[BaseProcess] = []
-    answers: dict[Any, tuple[BaseProcess, Connection]] = {}
-    # Started now, because its start would unblock signals below.
-    resource_tracker.ensure_running()
+    processes: dict[Any, multiprocessing.process.BaseProcess] = {}
+    resource_tracker.ensure_running()  # now, because its start would unblock signals below
     try:
         with signals_blocked():
             for number, device in enumerate(devices):
                 ours, theirs = context.Pipe(duplex=False)
-                place = "the CPU" if device == "cpu" else f"GPU {device.removeprefix('cuda:')}"
-                name = f"translation process {number + 1} of {len(devices)} on {place}"
-                job = (work, device, number, num_threads, theirs)
-                processes.append(context.Process(target=_run, args=job, name=name, daemon=True))
-                processes[-1].start()
-                answers[processes[-1].sentinel] = processes[-1], ours
-                # Otherwise the pipe would stay open when the process ends.
-                theirs.close()
-        while answers:
-            for sentinel in wait(list(answers)):
-                _raise_failure(*answers.pop(sentinel))
+                name = f"translation process {number + 1} of {len(devices)} ({device})"
+                process = context.Process(target=_run, args=(work, devices, number, theirs), name=name, daemon=True)
+                process.start()
+                processes[ours] = process
+                theirs.close()  # Otherwise the pipe would stay open when the process ends.
+        while processes:
+            for answer in wait(list(processes)):
+                with suppress(EOFError):
+                    raise answer.recv()
+                process = processes.pop(answer)
+                process.join()
+                if code := process.exitcode:
+                    ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                    way_out = "see what it wrote above, and give fewer --devices if memory ran out"
+                    raise ChildProcessError(f"{process.name} ended with {ending}; {way_out}")
     finally:
-        for process in processes:
+        for process in processes.values():
             process.kill()
             process.join()
 
 
-def _run(work: Work, device: str, number: int, num_threads: int, answer: Connection) -> None:
-    """Do the work in a process of its own, and send errors that the user can act on."""
-    # The parent process handles Ctrl-C. If it ends, in whatever way, this process ends too.
-    ignore_signals(number)
-    # By default tqdm shares a lock among processes, which stays locked if its owner is killed.
-    tqdm.set_lock(threading.RLock())
-    torch.set_num_threads(num_threads)
+def _run(work: Work, devices: list[str], number: int, answer: Connection) -> None:
+    """Do the work in a process of its own, and send an error that the user can act on."""
+    ignore_signals(number)  # The parent process handles Ctrl-C. If it ends, in whatever way, this process ends too.
+    tqdm.set_lock(threading.RLock())  # Its default is a semaphore, which outlives a process that is killed.
+    # A device's share of the processors, but no more threads than PyTorch has by itself, such as by OMP_NUM_THREADS.
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), num_processors() // len(devices))))
     try:
-        if device != "cpu":
-            # Otherwise PyTorch would allocate memory on the first GPU too.
-            torch.cuda.set_device(torch.device(device))
-        work(device, number)
+        if devices[number] != "cpu":
+            torch.cuda.set_device(devices[number])  # Otherwise PyTorch would allocate memory on the first GPU too.
+        work(devices[number], number)
     except Exception as error:
-        if lacking := lacking_memory(error):
-            name = multiprocessing.current_process().name
-            answer.send(WorkerError(f"{name} is out of memory ({lacking}); give fewer --devices or a smaller --beam"))
-        elif line := user_message(error):
-            answer.send(InputError(line))
-        else:
+        lacking, line = lacking_memory(error), user_message(error)
+        if lacking is None and line is None:
             raise
-
-
-def _raise_failure(process: BaseProcess, answer: Connection) -> None:
-    """Raise the error of a process that has ended, if it failed."""
-    process.join()
-    with suppress(EOFError):
-        raise answer.recv()
-    code = process.exitcode or 0
-    if code == -signal.SIGKILL:
-        raise WorkerError(f"{process.name} was killed by SIGKILL; if memory ran out, give fewer --devices")
-    if code:
-        reason = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        raise WorkerError(f"{process.name} {reason}; what it wrote above says why")
+        answer.send(InputError(line) if lacking is None else MemoryError(lacking))
 
 
 def lacking_memory(error: Exception) -> str | None:

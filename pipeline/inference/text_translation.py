@@ -17,7 +17,7 @@ from data_module.errors import InputError
 from data_module.text_files import open_file
 from pipeline.inference.loading import chosen_file, load_file
 from pipeline.inference.options import SearchOptions, with_prefix
-from pipeline.inference.processes import WorkerError, choose_devices, lacking_memory, run_on_devices
+from pipeline.inference.processes import choose_devices, lacking_memory, run_on_devices
 from pipeline.inference.shards import Shards, Task
 from pipeline.inference.text_io import CHUNK, SentenceWarnings, count_lines, require_target_prefixes, sentences
 from pipeline.inference.translator import Translator
@@ -34,21 +34,22 @@ def translate_text(arguments: argparse.Namespace, options: SearchOptions, stream
         arguments.checkpoint = chosen_file(arguments.checkpoint)
         if arguments.output is not None:
             stream.close()  # The file is opened again for each run of shards.
-            _write_shards(arguments, options, _task(arguments, len(devices)), devices)
+            run_on_devices(partial(_translate_shards, arguments, options, _task(arguments)), devices)
         elif len(devices) == 1 or stream.isatty():
             # A user who types sentences needs each translation at once.
             _print_translations(arguments, options, stream, 1 if stream.isatty() else CHUNK)
         else:
             _print_shards(arguments, options, stream, devices)
-    except WorkerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    except ChildProcessError as error:
+        message = str(error)
     except (MemoryError, RuntimeError) as error:
         if (lacking := lacking_memory(error)) is None:
             raise
-        print(f"error: out of memory ({lacking}); give a smaller --beam or --n-best", file=sys.stderr)
-        return 1
-    return 0
+        message = f"out of memory ({lacking}); give a smaller --beam or --n-best, or fewer --devices"
+    else:
+        return 0
+    print(f"error: {message}", file=sys.stderr)
+    return 1
 
 
 def _print_translations(
@@ -64,21 +65,13 @@ def _print_translations(
         require_target_prefixes(arguments.target_prefixes, number, "standard input")
 
 
-def _task(arguments: argparse.Namespace, num_processes: int) -> Task:
+def _task(arguments: argparse.Namespace) -> Task:
     """Return the task of translating `--source` to `--output`."""
     compared = {name: value for name, value in vars(arguments).items() if name not in _NOT_IN_TRANSLATIONS}
     if path := arguments.target_prefixes:
         compared["target_prefixes"] = fingerprint(str(path), path)["sha256"]
     shard_lines = 4 * CHUNK if arguments.shard_lines is None else arguments.shard_lines
-    return Task(arguments.source, arguments.output, shard_lines, compared, num_processes)
-
-
-def _write_shards(arguments: argparse.Namespace, options: SearchOptions, task: Task, devices: list[str]) -> None:
-    """Write the translations to a file, together with other processes that do the same."""
-    if len(devices) == 1:
-        _translate_shards(arguments, options, task, devices[0], 0)
-    else:
-        run_on_devices(partial(_translate_shards, arguments, options, task), devices)
+    return Task(arguments.source, arguments.output, shard_lines, compared, arguments.devices)
 
 
 def _translate_shards(
@@ -97,19 +90,18 @@ def _print_shards(
     """Translate to a file in a private folder, and print it once it is complete."""
     # Remove the folder even if the command is terminated, as by a job's time limit.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with TemporaryDirectory(prefix="translation-") as name:
-        folder = Path(name)
-        source = folder / "source"
+    with TemporaryDirectory(prefix="translation-") as folder:
+        source, output = Path(folder, "source"), Path(folder, "output")
         with stream, source.open("wb") as file:
             shutil.copyfileobj(stream, file)
         if arguments.target_prefixes:
             require_target_prefixes(arguments.target_prefixes, count_lines(source), "the text")
         size = 3 * source.stat().st_size / 1e6  # with its translations, in shards and joined
         print(f"{folder}: takes about {size:,.1f} MB until all translations are done", file=sys.stderr)
-        task = replace(_task(arguments, len(devices)), source=source, output=folder / "output", shard_lines=CHUNK)
-        _write_shards(arguments, options, replace(task, is_private=True), devices)
-        with task.output.open("rb") as output:
-            shutil.copyfileobj(output, sys.stdout.buffer)
+        task = replace(_task(arguments), source=source, output=output, shard_lines=CHUNK, is_private=True)
+        run_on_devices(partial(_translate_shards, arguments, options, task), devices)
+        with output.open("rb") as translations:
+            shutil.copyfileobj(translations, sys.stdout.buffer)
             sys.stdout.buffer.flush()
 
 

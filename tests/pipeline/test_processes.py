@@ -16,12 +16,13 @@ import torch
 
 from data_module.errors import InputError
 from data_module.worker_processes import num_processors
-from pipeline.inference.processes import WorkerError, choose_devices, run_on_devices
+from pipeline.inference.processes import choose_devices, run_on_devices
 from pipeline.inference.text_io import CHUNK
 from tests.conftest import ROOT, pipeline, sentences
 from tests.pipeline.failing_work import work_or_fail
 
-NAME = "translation process 2 of 2 on the CPU"
+NAME = r"translation process 2 of 2 \(cpu\)"
+WAY_OUT = "see what it wrote above, and give fewer --devices if memory ran out"
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,10 +45,10 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("failure", "kind", "message"),
     [
-        ("killed", WorkerError, f"{NAME} was killed by SIGKILL; if memory ran out, give fewer --devices"),
-        ("memory", WorkerError, rf"{NAME} is out of memory \(.* 9 bytes\); give fewer --devices or a smaller --beam"),
+        ("killed", ChildProcessError, f"{NAME} ended with SIGKILL; {WAY_OUT}"),
+        ("memory", MemoryError, "DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"),
         ("full disk", InputError, "output: No space left on device; make room, then run the same command again"),
-        ("bug", WorkerError, f"{NAME} ended with exit code 1; what it wrote above says why"),
+        ("bug", ChildProcessError, f"{NAME} ended with exit code 1; {WAY_OUT}"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )
@@ -211,7 +212,7 @@ def test_processes_run_the_program_that_has_registered_extensions(trained_run: P
     assert (done.returncode, done.stdout) == (1, b"")
     *_, traceback, last = done.stderr.decode().splitlines()
     assert traceback == "ValueError: registered"
-    assert re.fullmatch(r"error: translation process \d of 2 on the CPU ended with exit code 1; what it .*", last)
+    assert re.fullmatch(rf"error: translation process \d of 2 \(cpu\) ended with exit code 1; {WAY_OUT}", last)
 
 
 @pytest.mark.two_processors
