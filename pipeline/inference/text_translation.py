@@ -45,7 +45,8 @@ def translate_text(arguments: argparse.Namespace, options: SearchOptions, stream
     except (MemoryError, RuntimeError) as error:
         if (lacking := lacking_memory(error)) is None:
             raise
-        message = f"out of memory ({lacking}); give a smaller --beam or --n-best, or fewer --devices"
+        fewer = ", or fewer --devices" * (arguments.devices > 1)
+        message = f"out of memory ({lacking}); give a smaller --beam or --n-best{fewer}"
     else:
         return 0
     print(f"error: {message}", file=sys.stderr)
