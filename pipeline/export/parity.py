@@ -11,13 +11,14 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from data_module.errors import InputError
 from data_module.files import PlainValues
@@ -25,13 +26,13 @@ from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from model.transformer import PaddedTransformer, Transformer
 from pipeline.checkpointing.checkpoint import TrainedModel
-from pipeline.export.formats import FORMATS, Answer, Bundle, Ids, Runner, SearchRunner
+from pipeline.export.formats import FORMATS, Answer, Bundle, Format, Ids, Search, own_search
 from pipeline.inference.bleu_tokenizer import DEFAULT, tokenizer_of
 from pipeline.inference.metrics import METRICS, corpus_score, metrics_on
 from pipeline.inference.pieces import encode_sources
 from pipeline.inference.scoring import score_pairs
-from pipeline.inference.text_io import paired_texts, read_sentences
-from pipeline.inference.translator import LONGEST
+from pipeline.inference.text_io import paired_texts
+from pipeline.inference.translator import BATCH_TOKENS, LONGEST, length_batches
 
 WARM_UP = 5
 """Number of sentences that are searched twice before the time is measured: TorchScript optimizes at the second call."""
@@ -43,9 +44,8 @@ LARGEST_TOLERANCE = 0.1
 OUTCOMES = ("equal", "tied", "different")
 """How two answers compare. They tie if the truth gives them the same score, up to twice the tolerance."""
 
-Figures = PlainValues
-Pair = tuple[Sequence[int], tuple[int, ...]]
-"""Ids of a source and of an answer, both with the end symbol."""
+Pair = tuple[Ids, Ids]
+"""A source and an answer."""
 
 
 class Text(NamedTuple):
@@ -64,24 +64,24 @@ def parity_text(model: TrainedModel, source: Path | None, reference: Path | None
 
     Raises InputError if the text cannot be read, is empty, or is missing.
     """
-    best_by = model.recipe["run"]["best_by"]
-    metric = best_by if best_by in METRICS else "bleu"  # An extension's metric may not be registered here.
-    if source is not None:
-        sources, references = (read_sentences(source), None) if reference is None else paired_texts(source, reference)
-        if not any(map(len, model.tokenizer.encode(sources))):  # U+2581 and the like are no pieces
-            raise InputError(f"{source}: has no sentences; give a text to compare formats on")
-        return Text(source.name, sources, references, tokenizer_of(model.recipe) if references else DEFAULT, metric)
-    folder = Path(model.recipe["corpus"]["folder"])
-    source, reference = folder / "validation.source.txt", folder / "validation.target.txt"
-    if not (source.is_file() and reference.is_file()):
+    name, folder = source.name if source else "validation text", Path(model.recipe["corpus"]["folder"])
+    files = [folder / f"validation.{side}.txt" for side in ("source", "target")]
+    if source:
+        files = [source, reference] if reference else [source]
+    elif not all(file.is_file() for file in files):
         raise InputError(
-            f"{source}: is missing, and formats are compared on real sentences; give --parity-source FILE and "
+            f"{files[0]}: is missing, and formats are compared on real sentences; give --parity-source FILE and "
             "--parity-reference FILE"
         )
-    sources, references = paired_texts(source, reference)
-    kept = slice(None, None, max(1, len(sources) // num_sentences))
-    sources, references = sources[kept][:num_sentences], references[kept][:num_sentences]
-    return Text("validation text", sources, references, tokenizer_of(model.recipe), metric)
+    texts = paired_texts(*files)
+    if not source:
+        texts = [lines[:: max(1, len(lines) // num_sentences)][:num_sentences] for lines in texts]
+    if not any(map(len, model.tokenizer.encode(texts[0]))):  # U+2581 and the like are no pieces
+        raise InputError(f"{files[0]}: has no sentences; give a text to compare formats on")
+    best_by = model.recipe["run"]["best_by"]
+    metric = best_by if best_by in METRICS else "bleu"  # An extension's metric may not be registered here.
+    references = texts[1] if len(texts) > 1 else None
+    return Text(name, texts[0], references, tokenizer_of(model.recipe) if references else DEFAULT, metric)
 
 
 class Truth:
@@ -89,14 +89,13 @@ class Truth:
 
     def __init__(self, network: Transformer, tokenizer: Tokenizer) -> None:
         self.network, self.tokenizer = PaddedTransformer(copy.deepcopy(network).double()), tokenizer
-        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
+        self._known: dict[Pair, float] = {}
 
     def log_probabilities(self, pairs: Sequence[Pair]) -> list[float]:
         """Return log P(answer | source) of each pair. Results are cached, since most formats have the same answers."""
-        keys = [(tuple(source), answer) for source, answer in pairs]
-        unknown = [key for key in dict.fromkeys(keys) if key not in self._known]
-        self._known |= dict(zip(unknown, self._forced(unknown), strict=True))
-        return [self._known[key] for key in keys]
+        unknown = [pair for pair in dict.fromkeys(pairs) if pair not in self._known]
+        self._known |= zip(unknown, self._forced(unknown), strict=True)
+        return [self._known[pair] for pair in pairs]
 
     def tolerance(self, pairs: Sequence[Pair]) -> float:
         """Return the tolerance: how far a log-probability in float32 may be from the truth.
@@ -110,21 +109,14 @@ class Truth:
             uniform = 2 * torch.rand(values.shape, dtype=values.dtype, generator=generator) - 1
             return precision * values.abs().amax(-1, keepdim=True) * uniform
 
-        def disturb(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-            return output + noise(output)
+        def disturb(module: nn.Module, inputs: object, output: Tensor) -> Any:
+            return None if list(module.children()) else output + noise(output)
 
-        longest_first = sorted(pairs, key=lambda pair: -len(pair[1]))
-        some = longest_first[:: math.ceil(len(pairs) / DISTURBED_ANSWERS)]
-        true = self.log_probabilities(some)
-        layers = [module for module in self.network.modules() if not list(module.children())]
-        handles = [layer.register_forward_hook(disturb) for layer in layers]
-        try:
-            disturbed = self._forced(some * DISTURBANCES, noise)
-        finally:
-            for handle in handles:
-                handle.remove()
-        changes = zip(disturbed, true * DISTURBANCES, strict=True)
-        return SAFETY * largest(abs(noisy - exact) + precision * abs(exact) for noisy, exact in changes)
+        some = sorted(pairs, key=lambda pair: -len(pair[1]))[:: math.ceil(len(pairs) / DISTURBED_ANSWERS)]
+        true = torch.tensor(self.log_probabilities(some) * DISTURBANCES, dtype=torch.float64)
+        with register_module_forward_hook(disturb):
+            disturbed = torch.tensor(self._forced(some * DISTURBANCES, noise), dtype=torch.float64)
+        return SAFETY * float(((disturbed - true).abs() + precision * true.abs()).max())
 
     def _forced(self, pairs: Sequence[Pair], noise: Callable[[Tensor], Tensor] | None = None) -> list[float]:
         def log_softmax(states: Tensor) -> Tensor:
@@ -150,31 +142,37 @@ class Parity:
         longest = min(LONGEST, model.network.positions.max_positions or LONGEST)
         encoded, _ = encode_sources(tokenizer, text.sources, longest)
         kept = [index for index, ids in enumerate(encoded) if len(ids) > 1]
-        self.sources = [encoded[index] for index in kept]
+        self.sources: list[Ids] = [tuple(encoded[index]) for index in kept]
         self.texts = [text.sources[index] for index in kept]
         self.references = [text.references[index] for index in kept] if text.references else None
-        runner = SearchRunner(
-            BeamSearch(model.network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval(), model
-        )
-        self.beam, self.figures = self.measure(runner.beam)
-        self.greedy = runner.greedy(self.sources)
+        ids = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
+        search = own_search(BeamSearch(model.network, *ids).eval(), model)
+        self.beam, self.figures = self.measure(search)
+        self.greedy = self.answers(search, greedy=True)
         self.truth = Truth(model.network, tokenizer)
-        pairs = zip(self.sources, [answer.tokens for answer in self.greedy], strict=True)
-        self.tolerance = self.truth.tolerance(list(pairs))
+        pairs = zip(self.sources, self.greedy, strict=True)
+        self.tolerance = self.truth.tolerance([(source, best.tokens) for source, [best] in pairs])
         if not self.tolerance <= LARGEST_TOLERANCE:
             raise InputError(
                 f"{model.path}: rounding to float32 changes log-probabilities of its answers by {self.tolerance:.2g}, "
                 f"more than {LARGEST_TOLERANCE}: its training has nearly diverged; choose another checkpoint"
             )
 
-    def measure(self, search: Callable[[list[Ids]], list[list[Answer]]]) -> tuple[list[list[Answer]], Figures]:
+    def answers(self, search: Search, greedy: bool) -> list[list[Answer]]:
+        """Return a search's answers to each source."""
+        found: dict[int, list[Answer]] = {}
+        for batch in length_batches(list(map(len, self.sources)), BATCH_TOKENS):
+            found |= zip(batch, search([self.sources[index] for index in batch], greedy), strict=True)
+        return [found[index] for index in range(len(self.sources))]
+
+    def measure(self, search: Search, greedy: bool = False) -> tuple[list[list[Answer]], PlainValues]:
         """Return a search's answers, and their score and throughput after a warm-up."""
         for _ in range(2):
-            search(self.sources[:WARM_UP])
+            search(self.sources[:WARM_UP], greedy)
         started = time.perf_counter()
-        answers = search(self.sources)
+        answers = self.answers(search, greedy)
         seconds = time.perf_counter() - started
-        figures: Figures = {
+        figures: PlainValues = {
             "target_tokens_per_second": round(sum(len(best.tokens) for best, *_ in answers) / seconds, 1)
         }
         if self.references is not None:
@@ -184,84 +182,69 @@ class Parity:
             figures[f"{self.metric}_signature"] = metric.signature()
         return answers, figures
 
-    def compare(self, runner: Runner, bounded: bool = True) -> tuple[Figures, list[str]]:
-        """Return a format's figures, and a message for each bound that they exceed.
+    def compare(self, kind: Format, search: Search, n_best: int = 1, bounded: bool = True) -> PlainValues:
+        """Return a format's figures.
 
-        Bounds apply to greedy answers, to beam answers of a search with this project's rules, and to the scores of
-        both. Other beam searches are only reported, and so is everything unless `bounded`.
+        Greedy answers, and beam answers of a search with this project's rules, are compared with the truth. Other beam
+        searches are only reported, and so is everything unless `bounded`. `n_best` is the number of answers of a search
+        whose settings are fixed.
         """
-        beam, measured = self.measure(runner.beam)
-        figures: Figures = {"sentences": len(beam)}
-        if runner.has_beam:
-            equal = [one[0].tokens == other[0].tokens for one, other in zip(self.beam, beam, strict=True)]
-            figures["share_equal"] = round(sum(equal) / len(equal), 4)
-            if (name := self.metric) in measured:
-                figures[f"{name}_difference"] = round(measured[name] - self.figures[name], 4)
-        else:
+        found, measured = self.measure(search, greedy=kind.beam == "none")
+        figures: PlainValues = {"sentences": len(found)}
+        if kind.beam == "none":
             figures["search"] = "greedy"
-        messages: list[str] = []
-        if bounded:
-            judged = [("", *self.beam_against(beam, runner.n_best))] if runner.own_beam else []
-            if runner.has_greedy:
-                greedy = runner.greedy(self.sources) if runner.has_beam else [answer for answer, *_ in beam]
-                judged.append(("greedy ", *self.greedy_against(greedy)))
-            for kind, outcomes, differences in judged:
-                figures |= {f"{kind}{name}".replace(" ", "_"): outcomes.count(name) for name in OUTCOMES}
-                difference = largest(differences)
-                figures[f"{kind}largest score difference".replace(" ", "_")] = difference
-                if count := outcomes.count("different"):
-                    messages.append(f"{count} of {len(outcomes)} {kind}answers differ and are not ties")
-                if not difference <= self.tolerance:
-                    messages.append(
-                        f"{kind}largest score difference {difference:.2g} is more than {self.tolerance:.2g}"
-                    )
-            answers = [list(answer.tokens[:-1]) for answer in self.greedy]
-            messages += runner.tokenizer_differences(self.texts, self.sources, answers)
-        return {**figures, **measured}, messages
+        else:
+            equal = [ours[0].tokens == theirs[0].tokens for ours, theirs in zip(self.beam, found, strict=True)]
+            figures["share_equal"] = round(sum(equal) / len(equal), 4)
+            if self.metric in measured:
+                difference = measured[self.metric] - self.figures[self.metric]
+                figures[f"{self.metric}_difference"] = round(difference, 4)
+        if bounded and kind.beam == "exact":
+            figures |= self.judge(found, greedy=False, n_best=None if kind.has_greedy else n_best)
+        if bounded and kind.has_greedy:
+            greedy = found if kind.beam == "none" else self.answers(search, greedy=True)
+            figures |= {f"greedy_{name}": value for name, value in self.judge(greedy, greedy=True).items()}
+        return figures | measured
 
-    def beam_against(self, beams: list[list[Answer]], n_best: int | None = None) -> tuple[list[str], list[float]]:
-        """Return whether each best answer is equal, tied or different, and the distances of n-best scores to the truth.
+    def judge(self, found: list[list[Answer]], greedy: bool, n_best: int | None = None) -> PlainValues:
+        """Return how many best answers have each outcome, and the largest distance of a score to the truth.
 
-        Each of `beams` has the best `n_best` answers, or the whole beam if that is None.
+        Of greedy answers, tokens after the first difference do not count for a tie, and each score is compared with the
+        answer's true one. The scores of a beam are compared with the true ones of the checkpoint's best `n_best`
+        answers, all if that is None: hypotheses that tie may be in another order.
         """
-        outcomes, differences, alpha = [], [], self.settings.length_penalty
-        # All at once, which takes less time.
-        self.truth.log_probabilities(
-            [(source, answer.tokens) for source, beam in zip(self.sources, self.beam, strict=True) for answer in beam]
-        )
-        for source, ours, theirs in zip(self.sources, self.beam, beams, strict=True):
-            outcomes.append(self._outcome(source, ours[0].tokens, theirs[0].tokens, alpha))
-            # Sorted, because hypotheses that tie may be in another order.
-            scores = sorted((self._score(source, answer.tokens, alpha) for answer in ours), reverse=True)[:n_best]
-            differences += [abs(score - answer.score) for score, answer in zip(scores, theirs, strict=False)]
-            if len(scores) != len(theirs):
-                differences.append(math.inf)
-        return outcomes, differences
-
-    def greedy_against(self, answers: list[Answer]) -> tuple[list[str], list[float]]:
-        """Return whether each greedy answer is equal, tied or different, and the distance of its score to the truth."""
+        ours, alpha = (self.greedy, 0.0) if greedy else (self.beam, self.settings.length_penalty)
+        bests = []
+        for [one, *_], [other, *_] in zip(ours, found, strict=True):
+            places = enumerate(zip(one.tokens, other.tokens, strict=False), 1) if greedy else ()
+            end = next((place for place, (token, another) in places if token != another), None)
+            bests.append([one.tokens[:end], other.tokens[:end]])
+        right = self._true_scores([[answer.tokens for answer in beam] for beam in (found if greedy else ours)], alpha)
         outcomes, differences = [], []
-        true = self.truth.log_probabilities(
-            [(source, answer.tokens) for source, answer in zip(self.sources, answers, strict=True)]
-        )
-        for source, ours, theirs, score in zip(self.sources, self.greedy, answers, true, strict=True):
-            # Tokens after the first difference do not count for a tie.
-            pairs = enumerate(zip_longest(ours.tokens, theirs.tokens), start=1)
-            end = next((length for length, pair in pairs if pair[0] != pair[1]), None)
-            outcomes.append(self._outcome(source, ours.tokens[:end], theirs.tokens[:end], 0.0))
-            differences.append(abs(score - theirs.score))
-        return outcomes, differences
+        for best, scores, true, answers in zip(bests, self._true_scores(bests, alpha), right, found, strict=True):
+            is_tie = abs(scores[0] - scores[1]) <= 2 * self.tolerance
+            outcomes.append("equal" if best[0] == best[1] else "tied" if is_tie else "different")
+            pairs = zip_longest(sorted(true, reverse=True)[:n_best], [one.score for one in answers], fillvalue=math.inf)
+            differences += [abs(one - other) for one, other in pairs]
+        counts = {outcome: outcomes.count(outcome) for outcome in OUTCOMES}
+        # NaN if one is NaN, which Python's `max` may ignore.
+        return counts | {"largest_score_difference": float(torch.tensor(differences, dtype=torch.float64).max())}
 
-    def _outcome(self, source: Ids, ours: tuple[int, ...], theirs: tuple[int, ...], alpha: float) -> str:
-        """Return which of `OUTCOMES` two answers have."""
-        if ours == theirs:
-            return "equal"
-        difference = self._score(source, ours, alpha) - self._score(source, theirs, alpha)
-        return "tied" if abs(difference) <= 2 * self.tolerance else "different"
+    def exceeded(self, figures: PlainValues) -> list[str]:
+        """Return a message for each bound that a format's figures exceed."""
+        messages = []
+        for kind, key in (("", ""), ("greedy ", "greedy_")):
+            if count := figures.get(f"{key}different"):
+                messages.append(f"{count} of {len(self.sources)} {kind}answers differ and are not ties")
+            if not (largest := figures.get(f"{key}largest_score_difference", 0.0)) <= self.tolerance:
+                messages.append(f"{kind}largest score difference {largest:.2g} is more than {self.tolerance:.2g}")
+        return messages
 
-    def _score(self, source: Ids, answer: tuple[int, ...], alpha: float) -> float:
-        [log_probability] = self.truth.log_probabilities([(source, answer)])
-        return log_probability / ((5.0 + len(answer)) / 6.0) ** alpha
+    def _true_scores(self, beams: list[list[Ids]], alpha: float) -> list[list[float]]:
+        """Return the score that the truth gives each of the answers to each source."""
+        rows = list(zip(self.sources, beams, strict=True))
+        found = iter(self.truth.log_probabilities([(source, tokens) for source, beam in rows for tokens in beam]))
+        return [[next(found) / ((5.0 + len(tokens)) / 6.0) ** alpha for tokens in beam] for beam in beams]
 
     def power_penalty(self) -> float:
         """Return the length penalty for CTranslate2 and Transformers that comes nearest to the checkpoint's.
@@ -273,31 +256,29 @@ class Parity:
         return round(self.settings.length_penalty * length / (5.0 + length), 3)
 
 
-def compare_formats(bundle: Bundle, names: list[str], parity: Parity) -> dict[str, Figures]:
+def compare_formats(bundle: Bundle, names: list[str], parity: Parity) -> dict[str, PlainValues]:
     """Return the size of each format and its figures in each precision. Only float32 has bounds.
 
     Raises InputError if formats exceed bounds.
     """
-    report: dict[str, Figures] = {}
+    report: dict[str, PlainValues] = {}
     failures: list[str] = []
+    answers = [best.tokens[:-1] for [best] in parity.greedy]
     for name in names:
         print(f"comparing {name}", file=sys.stderr)
-        path = bundle.folder / name
+        kind, path = FORMATS[name], bundle.folder / name
         files = path.rglob("*") if path.is_dir() else [path]
         report[name] = {"size_bytes": sum(file.stat().st_size for file in files)}
-        for precision in FORMATS[name].precisions:
-            runner = FORMATS[name].load(bundle, path, precision)
-            figures, messages = parity.compare(runner, bounded=precision == "float32")
+        for precision in kind.precisions:
+            search = kind.load(bundle, path, precision)
+            figures = parity.compare(kind, search, bundle.n_best, bounded=precision == "float32")
             report[name][precision] = figures
-            failures += [f"{name} ({precision}): {message}" for message in messages]
+            failures += [f"{name} ({precision}): {message}" for message in parity.exceeded(figures)]
+        messages = kind.check(path, parity.tokenizer, parity.texts, parity.sources, answers)
+        failures += [f"{name}: {message}" for message in messages]
     if failures:
         raise InputError(
             f"{bundle.model.path}: formats differ from the checkpoint: {'; '.join(failures)}; nothing was written; "
             "leave such a format out with --format"
         )
     return report
-
-
-def largest(differences: Iterable[float]) -> float:
-    """Return the largest difference, 0 if there is none, and NaN if one is NaN, which Python's `max` may ignore."""
-    return float(torch.tensor([0.0, *differences], dtype=torch.float64).max())

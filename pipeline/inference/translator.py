@@ -21,15 +21,13 @@ from pipeline.inference.pieces import encode_sources, encode_target_prefixes
 from pipeline.inference.text_io import Defects
 
 
-def length_batches(
-    lengths: Sequence[int], max_tokens: float, max_sentences: int | None = None, *, one_length: bool = False
-) -> Iterator[list[int]]:
+def length_batches(lengths: Sequence[int], max_tokens: float, max_sentences: int | None = None) -> Iterator[list[int]]:
     """Yield the indices of each batch, longest sentences first because they need the most memory.
 
     A batch ends before it would exceed `max_tokens` padded tokens or `max_sentences`; a longer sentence is a batch of
     its own. Once it is half full, a batch also ends where the length changes, because sentences of one length need no
-    mask; with `one_length`, it ends wherever the length changes. Sentences shorter than `SHORTEST` count as that long,
-    so a batch has at most `max_tokens / SHORTEST` sentences. Sentences of one token, the end symbol, are left out.
+    mask. Sentences shorter than `SHORTEST` count as that long, so a batch has at most `max_tokens / SHORTEST`
+    sentences. Sentences of one token, the end symbol, are left out.
     """
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
@@ -39,7 +37,7 @@ def length_batches(
             longest = max(lengths[batch[0]], SHORTEST)
             is_full = longest * (len(batch) + 1) > max_tokens or len(batch) == max_sentences
             is_half_full = longest * len(batch) * 2 >= max_tokens
-            if is_full or ((one_length or is_half_full) and lengths[index] < lengths[batch[-1]]):
+            if is_full or (is_half_full and lengths[index] < lengths[batch[-1]]):
                 yield batch
                 batch = []
         batch.append(index)

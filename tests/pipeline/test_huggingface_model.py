@@ -16,7 +16,7 @@ from model.settings import DecodingSettings
 from model.transformer import PaddedTransformer, Transformer
 from pipeline.export.bundle_writer import write_bundle
 from pipeline.export.card import model_card
-from pipeline.export.formats import HuggingFaceRunner
+from pipeline.export.formats import tokenizer_differences
 from pipeline.export.huggingface_model import generation_settings, require_marian, write_huggingface
 from pipeline.inference.translator import LONGEST
 from tests.conftest import sentences, train_tokenizer
@@ -106,13 +106,13 @@ def test_symbols_that_marian_takes_for_language_codes_are_refused() -> None:
 def test_a_tokenizer_with_other_ids_is_found(tokenizer: Tokenizer, tmp_path: Path) -> None:
     model = make_model(tokenizer)
     write(model.network, tokenizer, tmp_path)
-    ids = [ids.tolist() for ids in tokenizer.encode(TEXT.sources)]
-    compared = TEXT.sources, [[*row, tokenizer.eos_id] for row in ids], ids
-    assert HuggingFaceRunner(tmp_path, model).tokenizer_differences(*compared) == []
+    ids = [tuple(ids.tolist()) for ids in tokenizer.encode(TEXT.sources)]
+    compared = tmp_path, tokenizer, TEXT.sources, [(*row, tokenizer.eos_id) for row in ids], ids
+    assert tokenizer_differences(*compared) == []
     vocabulary = tmp_path / "vocab.json"
     pieces = list(json.loads(vocabulary.read_text()))
     vocabulary.write_text(json.dumps({piece: number for number, piece in enumerate(pieces[:4] + pieces[:3:-1])}))
-    encodes, decodes = HuggingFaceRunner(tmp_path, model).tokenizer_differences(*compared)
+    encodes, decodes = tokenizer_differences(*compared)
     assert encodes == "its tokenizer encodes 12 of 12 texts differently"
     assert decodes == "its tokenizer decodes 12 of 12 texts differently"
 

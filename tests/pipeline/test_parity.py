@@ -11,7 +11,7 @@ import torch
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
-from pipeline.export.formats import Answer, Runner, SearchRunner
+from pipeline.export.formats import FORMATS, Answer, Search, own_search
 from pipeline.export.parity import Parity, Text
 from tests.model.search_truth import forced_log_probability
 from tests.pipeline.test_export import TEXT, make_model, stops_at_first
@@ -38,23 +38,16 @@ def truth(searched: Parity, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, 
     return set_ones
 
 
-class Fixed(Runner):
-    def __init__(self, parity: Parity, beam: list[list[Answer]], greedy: list[Answer], **kinds: bool) -> None:
-        vars(self).update(kinds)
-        self.answers = {tuple(source): one for source, *one in zip(parity.sources, beam, greedy, strict=True)}
-
-    def beam(self, sources: list[list[int]]) -> list[list[Answer]]:
-        return [self.answers[tuple(source)][0] for source in sources] if self.has_beam else super().beam(sources)
-
-    def greedy(self, sources: list[list[int]]) -> list[Answer]:
-        return [self.answers[tuple(source)][1] for source in sources]
+def fixed(parity: Parity, beam: list[list[Answer]], greedy: list[list[Answer]]) -> Search:
+    answers = {source: found for source, *found in zip(parity.sources, beam, greedy, strict=True)}
+    return lambda sources, is_greedy: [answers[source][is_greedy] for source in sources]
 
 
 NAN = float("nan")
 
 
 def few(parity: Parity) -> None:
-    """Keep sentences that are all different, which `Fixed` needs."""
+    """Keep sentences that are all different, which `fixed` needs."""
     for name in ("sources", "texts", "beam", "greedy"):
         setattr(parity, name, getattr(parity, name)[:6])
 
@@ -62,28 +55,35 @@ def few(parity: Parity) -> None:
 def test_each_bound_is_kept(parity: Parity) -> None:
     """A wrong beam answer breaks a search of this project, a wrong greedy answer or score each format in float32."""
     few(parity)
-    wrong = Answer((5, END), -1.0)
-    beam, greedy = [[wrong], *parity.beam[1:]], [wrong, *parity.greedy[1:]]
+    wrong = [Answer((5, END), -1.0)]
+    beam, greedy = [wrong, *parity.beam[1:]], [wrong, *parity.greedy[1:]]
 
-    def broken(found_beam: list[list[Answer]], found_greedy: list[Answer]) -> list[bool]:
-        kinds = ({"own_beam": True}, {"own_beam": False}, {"has_beam": False})
-        return [bool(parity.compare(Fixed(parity, found_beam, found_greedy, **one))[1]) for one in kinds]
+    def messages(name: str, found_beam: list[list[Answer]], found_greedy: list[list[Answer]]) -> list[str]:
+        return parity.exceeded(parity.compare(FORMATS[name], fixed(parity, found_beam, found_greedy)))
+
+    def broken(found_beam: list[list[Answer]], found_greedy: list[list[Answer]]) -> list[bool]:
+        return [bool(messages(name, found_beam, found_greedy)) for name in ("model.ts", "ctranslate2", "onnx")]
 
     assert broken(parity.beam, parity.greedy) == [False, False, False]
     assert broken(beam, parity.greedy) == [True, False, False]
     assert broken(parity.beam, greedy) == [True, True, True]
     # Tokens are the same. The score that is wrong is in the first answer, in the middle or in the last one.
     for place in (0, 3, 5):
-        true = parity.truth.log_probabilities([(parity.sources[place], parity.greedy[place].tokens)])[0]
+        [right] = parity.greedy[place]
+        true = parity.truth.log_probabilities([(parity.sources[place], right.tokens)])[0]
         for difference, is_broken in ((0.99, False), (-0.99, False), (1.01, True), (-1.01, True), (NAN, True)):
             scores = list(parity.greedy)
-            scores[place] = scores[place]._replace(score=true + difference * parity.tolerance)
+            scores[place] = [right._replace(score=true + difference * parity.tolerance)]
             assert broken(parity.beam, scores) == [is_broken] * 3
             n_best = [list(answers) for answers in parity.beam]
             n_best[place][-1] = n_best[place][-1]._replace(score=n_best[place][-1].score + 3 * difference)
             assert broken(n_best, parity.greedy) == [True, False, False]
-    _, messages = parity.compare(Fixed(parity, [parity.beam[0][:-1], *parity.beam[1:]], parity.greedy, own_beam=True))
-    assert messages == [f"largest score difference inf is more than {parity.tolerance:.2g}"]
+    said = f"largest score difference inf is more than {parity.tolerance:.2g}"
+    assert messages("model.ts", [parity.beam[0][:-1], *parity.beam[1:]], parity.greedy) == [said]
+    # The search of model.pt2 is fixed: no greedy search, and as many answers as it was exported for.
+    two = [answers[:2] for answers in parity.beam]
+    assert parity.exceeded(parity.compare(FORMATS["model.pt2"], fixed(parity, two, greedy), n_best=2)) == []
+    assert parity.exceeded(parity.compare(FORMATS["model.pt2"], fixed(parity, two, greedy), n_best=3)) == [said]
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 3.0])
@@ -94,14 +94,15 @@ def test_the_tolerance_holds_for_float32_and_not_for_less(tokenizer: Tokenizer, 
         for parameter in model.network.parameters():
             parameter.mul_(sharpness if parameter.dim() == 2 else 1.0)
     parity = Parity(model, TEXT)
-    assert 0 < max(parity.greedy_against(parity.greedy)[1]) <= parity.tolerance / 2
-    assert 0 < max(parity.beam_against(parity.beam)[1]) <= parity.tolerance / 2
+    for is_greedy in (True, False):
+        answers = parity.greedy if is_greedy else parity.beam
+        assert 0 < parity.judge(answers, is_greedy)["largest_score_difference"] <= parity.tolerance / 2
     # Weights that are rounded to half the digits.
     with torch.no_grad():
         for parameter in model.network.parameters():
             parameter.copy_(parameter.half())
     search = BeamSearch(model.network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
-    _, messages = parity.compare(SearchRunner(search, model))
+    messages = parity.exceeded(parity.compare(FORMATS["model.ts"], own_search(search, model)))
     assert any("score difference" in message for message in messages)
 
 
@@ -113,7 +114,7 @@ def test_the_tolerance_holds_for_a_network_that_is_certain(tokenizer: Tokenizer)
         network.embedding.weight *= 0.01
         network.projection.bias.fill_(0.0)[tokenizer.eos_id] = 9.0
     parity = Parity(model, TEXT)
-    assert 1e-9 < max(parity.greedy_against(parity.greedy)[1]) <= parity.tolerance / 2
+    assert 1e-9 < parity.judge(parity.greedy, greedy=True)["largest_score_difference"] <= parity.tolerance / 2
     assert parity.tolerance < 1e-4
 
 
@@ -131,8 +132,8 @@ def test_the_checkpoint_stops_as_its_recipe_says(tokenizer: Tokenizer) -> None:
     model = stops_at_first(tokenizer)
     search = BeamSearch(model.network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
     exact = replace(model, decoding=replace(model.decoding, stop_rule="exact"))
-    sources = [[*ids.tolist(), tokenizer.eos_id] for ids in tokenizer.encode(TEXT.sources)]
-    answers = [SearchRunner(search, one).beam(sources) for one in (model, exact)]
+    sources = [(*ids.tolist(), tokenizer.eos_id) for ids in tokenizer.encode(TEXT.sources)]
+    answers = [own_search(search, one)(sources, False) for one in (model, exact)]
     assert answers[0] != answers[1]
     for source, first in zip(sources, answers[0], strict=True):
         found = search.beam(torch.tensor([source]), None, 2, 0.0, 4, 2, "first")
@@ -146,9 +147,13 @@ def test_sources_are_cut_and_empty_sources_left_out(tokenizer: Tokenizer, monkey
     pieces = [ids.tolist() for ids in tokenizer.encode(text.sources)]
     assert [len(ids) for ids in pieces] == [11, 0, 1, 5]
     end = tokenizer.eos_id
-    assert parity.sources == [[*pieces[0][:4], end], [*pieces[2], end], [*pieces[3][:4], end]]
+    assert parity.sources == [(*pieces[0][:4], end), (*pieces[2], end), (*pieces[3][:4], end)]
     assert parity.references == ["first", "third", "fourth"]
     assert len(parity.beam) == len(parity.greedy) == 3
+
+
+def counted(equal: int, tied: int, different: int, largest: float) -> dict[str, float]:
+    return {"equal": equal, "tied": tied, "different": different, "largest_score_difference": largest}
 
 
 def test_beam_answers_are_counted_by_hand(parity: Parity, truth: dict[tuple[int, ...], float]) -> None:
@@ -159,12 +164,13 @@ def test_beam_answers_are_counted_by_hand(parity: Parity, truth: dict[tuple[int,
     ours = [Answer(best, -1.0), Answer(second, -2.0)]
     parity.sources, parity.beam = parity.sources[:4], [ours] * 4
     found = [ours, [Answer(near, -1.0), ours[1]], [Answer(far, -1.0), ours[1]], ours]
-    assert parity.beam_against(found) == (["equal", "tied", "different", "equal"], [0.0] * 8)
+    assert parity.judge(found, greedy=False) == counted(2, 1, 1, 0.0)
     # Scores are compared with the truth's, not with the checkpoint's, which may have hypotheses that tie in any order.
     parity.beam = [[ours[1]._replace(score=NAN), ours[0]]] * 4
-    assert parity.beam_against([[Answer(second, -1.0), Answer(best, -2.25)]] * 4)[1] == [0.0, 0.25] * 4
+    assert parity.judge([[Answer(second, -1.0), Answer(best, -2.0)]] * 4, greedy=False) == counted(4, 0, 0, 0.0)
+    assert parity.judge([[Answer(second, -1.0), Answer(best, -2.25)]] * 4, greedy=False) == counted(4, 0, 0, 0.25)
     with pytest.raises(ValueError, match="shorter"):
-        parity.beam_against(found[:-1])
+        parity.judge(found[:-1], greedy=False)
 
 
 def test_greedy_answers_are_counted_by_hand(parity: Parity, truth: dict[tuple[int, ...], float]) -> None:
@@ -174,40 +180,40 @@ def test_greedy_answers_are_counted_by_hand(parity: Parity, truth: dict[tuple[in
     near, far, begin = Answer((5, 7, 7, END), -9.0), Answer((5, 8, END), -4.25), Answer((5, 6), -4.0)
     truth.update({one.tokens: -4.0, near.tokens: -9.0, far.tokens: -4.0, begin.tokens: -3.0})
     truth.update({(5, 6): -3.0, (5, 7): -3.0 - 1.9e-5, (5, 8): -3.0 - 2.1e-5})
-    parity.sources, parity.greedy = parity.sources[:4], [one] * 4
-    outcomes, differences = parity.greedy_against([one, near, far, begin])
-    assert outcomes == ["equal", "tied", "different", "different"]
-    assert differences == [0.0, 0.0, 0.25, 1.0]
+    parity.sources, parity.greedy = parity.sources[:4], [[one]] * 4
+    assert parity.judge([[one], [near], [far], [one]], greedy=True) == counted(2, 1, 1, 0.25)
+    assert parity.judge([[one], [near], [far], [begin]], greedy=True) == counted(1, 1, 2, 1.0)
     with pytest.raises(ValueError, match="shorter"):
-        parity.greedy_against([one])
+        parity.judge([[one]], greedy=True)
 
 
 def test_what_is_reported_of_a_format(parity: Parity) -> None:
     few(parity)
     parity.references = parity.texts
-    parity.figures = parity.measure(lambda _: parity.beam)[1]
-    wrong = [[Answer((5, END), -1.0)], *parity.beam[1:]]
-    figures, messages = parity.compare(Fixed(parity, wrong, parity.greedy), bounded=False)
-    assert messages == []
+    checkpoint = fixed(parity, parity.beam, parity.greedy)
+    parity.figures = parity.measure(checkpoint)[1]
+    wrong = fixed(parity, [[Answer((5, END), -1.0)], *parity.beam[1:]], parity.greedy)
+    figures = parity.compare(FORMATS["model.ts"], wrong, bounded=False)
+    assert parity.exceeded(figures) == []
     assert (figures["sentences"], figures["share_equal"]) == (6, round(5 / 6, 4))
-    right, _ = parity.compare(Fixed(parity, parity.beam, parity.greedy, own_beam=True))
+    right = parity.compare(FORMATS["model.ts"], checkpoint)
     assert figures["bleu_difference"] == round(figures["bleu"] - right["bleu"], 4)
     assert right["bleu_difference"] == 0.0
     parity.metric = "exact_match"
-    parity.figures = parity.measure(lambda _: parity.beam)[1]
-    exact, _ = parity.compare(Fixed(parity, parity.beam, parity.greedy, own_beam=True))
+    parity.figures = parity.measure(checkpoint)[1]
+    exact = parity.compare(FORMATS["model.ts"], checkpoint)
     assert exact["exact_match_signature"].startswith("nrefs:1|")
     assert (exact["exact_match_difference"], "bleu" in exact) == (0.0, False)
     parity.metric = "bleu"
     for kind in ("", "greedy_"):
         assert [right[kind + name] for name in ("equal", "tied", "different")] == [6, 0, 0]
         assert right[f"{kind}largest_score_difference"] <= parity.tolerance
-    assert parity.compare(Fixed(parity, wrong, parity.greedy, has_beam=False))[0]["search"] == "greedy"
+    assert parity.compare(FORMATS["onnx"], wrong)["search"] == "greedy"
 
 
 def test_log_probabilities_are_those_of_the_search(parity: Parity) -> None:
     """Also after the tolerance was measured, for which noise is added that is the same each time."""
-    pairs = [(source, answer.tokens) for source, answer in zip(parity.sources, parity.greedy, strict=True)]
+    pairs = [(source, answer.tokens) for source, [answer] in zip(parity.sources, parity.greedy, strict=True)]
     expected = [
         forced_log_probability(parity.truth.network, torch.tensor(source), list(answer)) for source, answer in pairs
     ]
@@ -221,16 +227,16 @@ def test_throughput_is_measured_after_two_calls(parity: Parity, monkeypatch: pyt
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     best = parity.sources[5][:-1]  # six words, since BLEU of fewer than four is 0
 
-    def beam(sources: list[list[int]]) -> list[list[Answer]]:
+    def beam(sources: list[tuple[int, ...]], is_greedy: bool) -> list[list[Answer]]:
         nonlocal now
         now += 0.1357913 * len(sources) if len(calls) > 1 else 100.0
         calls.append(len(sources))
-        return [[Answer(tuple(best), 0.0), Answer(tuple(best[:1]), -1.0)] for _ in sources]
+        return [[Answer(best, 0.0), Answer(best[:1], -1.0)] for _ in sources]
 
     [translation] = parity.tokenizer.decode([best])
     parity.references = [translation + " and what was left out"] * len(parity.sources)
     answers, figures = parity.measure(beam)
-    assert answers == beam(parity.sources)
+    assert answers == beam(parity.sources, False)
     assert calls == [5, 5, 12, 12]
     expected = sacrebleu.corpus_bleu([translation] * 12, [parity.references])
     assert figures.pop("bleu_signature").startswith("nrefs:1|case:mixed")

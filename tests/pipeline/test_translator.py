@@ -122,7 +122,6 @@ def test_length_batches() -> None:
     assert max(len(batch) for batch in length_batches([2] * 5000, 4096)) == 256
     assert list(length_batches([20] * 10, 100)) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     assert list(length_batches([20, 30, 1, 40], math.inf, 2)) == [[3, 1], [0]]
-    assert list(length_batches([20, 30, 20, 30, 30, 1, 20], 60, one_length=True)) == [[1, 3], [4], [0, 2, 6]]
 
 
 def test_a_translation_may_be_any_bytes_and_a_source_cut_within_a_character(monkeypatch: pytest.MonkeyPatch) -> None:
