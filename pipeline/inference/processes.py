@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def run_on_devices(work: Work, devices: list[str]) -> None:
         work(devices[0], 0)
         return
     context = multiprocessing.get_context("spawn")
-    processes: dict[Any, multiprocessing.process.BaseProcess] = {}
+    processes: dict[Any, BaseProcess] = {}
     resource_tracker.ensure_running()  # now, because its start would unblock signals below
     try:
         with signals_blocked():
