@@ -80,9 +80,12 @@ def own_search(search: Any, model: TrainedModel) -> Search:
 
     def found(sources: list[Ids], greedy: bool) -> list[list[Answer]]:
         source, mask = padded(sources, model.tokenizer.pad_id)
-        size, alpha = (1, 0.0) if greedy else (settings.beam_size, settings.length_penalty)
-        options = size, alpha, settings.max_extra_tokens, size, settings.stop_rule
-        tokens, lengths, scores, _ = search.beam(source, None if bool(mask.all()) else mask, *options)
+        batch, size, extra = (source, None if bool(mask.all()) else mask), settings.beam_size, settings.max_extra_tokens
+        if greedy:
+            tokens, lengths, scores = (result.unsqueeze(1) for result in search.greedy(*batch, extra))
+        else:
+            options = size, settings.length_penalty, extra, size, settings.stop_rule
+            tokens, lengths, scores = search.beam(*batch, *options)[:3]
         if not bool(lengths[:, 0].all()):
             raise InputError(f"{model.path}: its scores are not finite; choose a checkpoint with finite weights")
         return [

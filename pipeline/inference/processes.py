@@ -51,12 +51,12 @@ def run_on_devices(work: Work, devices: list[str]) -> None:
             for number, device in enumerate(devices):
                 ours, theirs = context.Pipe(duplex=False)
                 name = f"translation process {number + 1} of {len(devices)} ({device})"
-                process = context.Process(target=_run, args=(work, devices, number, theirs), name=name, daemon=True)
-                process.start()
-                processes[ours] = process
+                processes[ours] = context.Process(target=_run, args=(work, devices, number, theirs), name=name, daemon=True)
+                processes[ours].start()
                 theirs.close()  # Otherwise the pipe would stay open when the process ends.
         while processes:
-            for answer in wait(list(processes)):
+            ready: list[Any] = wait(list(processes))
+            for answer in ready:
                 with suppress(EOFError):
                     raise answer.recv()
                 process = processes.pop(answer)
