@@ -140,6 +140,7 @@ def _panel(rows: list[str], columns: list[str], families: list[str]) -> Image.Im
     place = _MARGIN / width, 0, 1 - _MARGIN / width, 1 - _MARGIN / height
     axes = figure.add_axes(place, xlim=(0, len(columns)), ylim=(len(rows), 0))
     axes.xaxis.tick_top()
+    axes.tick_params(length=0)
     style: dict[str, Any] = {"fontsize": 6.6, "color": "black", "parse_math": False, "usetex": False}
     axes.set_xticks(np.arange(len(columns)) + 0.5, columns, rotation=90, family=families, **style)
     axes.set_yticks(np.arange(len(rows)) + 0.5, rows, family=families, **style)
