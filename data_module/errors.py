@@ -56,9 +56,11 @@ def install(extra: str) -> str:
 
 
 def require_package(name: str, extra: str) -> ModuleType:
-    """Return a package of one of pyproject.toml's extras; raise InputError if it is not installed."""
+    """Return a package of one of pyproject.toml's extras; raise InputError if it cannot be imported."""
     try:
         # By name, because type checking some of the packages takes minutes.
         return importlib.import_module(name)
-    except ImportError:
-        raise InputError(f"{name} is not installed; run: {install(extra)}") from None
+    except ImportError as error:
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name in (name, name.partition(".")[0])
+        problem = "is not installed" if is_missing else f"cannot be imported ({error})"
+        raise InputError(f"{name} {problem}; run: {install(extra)}") from None

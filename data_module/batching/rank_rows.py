@@ -65,7 +65,7 @@ def row_shape(
     """Return the shape of micro-batches.
 
     `mean_lengths` are those of the sources and of the targets of the corpus, and `longest` is the length of its longest
-    sentence. See `BatchSettings` and `RowShape` for the others.
+    sentence. `world_size` is the number of ranks. See `BatchSettings` and `RowShape` for the others.
 
     Raises ValueError if the longest sentence does not fit in a row.
     """

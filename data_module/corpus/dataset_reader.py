@@ -64,7 +64,8 @@ class HubDataset(Reader):
         source, target = self.languages
         if source == target:
             raise InputError(
-                f"{self.names[0]}: source_language and target_language are both {source!r}; name its two languages"
+                f"{self.names[0]}: source_language and target_language (its own, or else those of corpus) are both "
+                f"{source!r}; name its two languages"
             )
         builder, files = self._open()
         compute = require_package("pyarrow.compute", "datasets")
@@ -90,7 +91,7 @@ class HubDataset(Reader):
         with _library_errors(
             f"{name}: no such folder, and it cannot be fetched from the Hugging Face hub",
             "correct the name and its `subset` (a private or gated data set needs `hf auth login`); without a network,"
-            f" run `hf download {name} --repo-type dataset --local-dir FOLDER` on a machine with one, and name it",
+            f" run `hf download {name} --repo-type dataset --local-dir FOLDER` on a machine with one, and name FOLDER",
         ):
             return _open_once(name, subset, split)
 
@@ -114,6 +115,8 @@ def _open(name: str, subset: str | None, split: str) -> tuple[Any, dict[str, Pat
     # An absolute path, because the library takes some names, such as "json", for formats.
     path = str(Path(name).resolve()) if is_local else name
     if is_local:
+        if not Path(name).is_dir():
+            raise InputError(f"{name}: a file, not a data set; name the folder that it is in")
         _refuse_other_places(name, path, _places_in_card(path))  # The library would look up an address.
     else:
         log.info("fetching %s from the Hugging Face hub, except its files in the cache", name)

@@ -1,4 +1,6 @@
-"""Check this machine, the SLURM job and a recipe before training. The options are those of `fit`.
+"""Check this machine, the SLURM job and a recipe before training.
+
+The options are those of the `fit` that is checked; nothing is started or removed.
 
 Prints a line per check: `ok`, or `WRONG` with what is wrong and what to do. The exit code is 1 if a check failed, 69 if
 ranks of a job are missing or do not respond, which the next start may not repeat.

@@ -83,8 +83,8 @@ def require_test_set(name: str) -> None:
 def text_of_test_set(name: str, source_language: str, target_language: str, prefix: str | None) -> EvaluationText:
     """Return the text of a test set of sacreBLEU for a model's languages, whose names may end with a region or script.
 
-    Raises InputError if there is no such set, it lacks the pair of languages, or it is not in sacreBLEU's folder and
-    cannot be downloaded.
+    `require_test_set` has allowed the name. Raises InputError if the set lacks the pair of languages, or is not in
+    sacreBLEU's folder and cannot be downloaded.
     """
     pair = f"{language_code(source_language)}-{language_code(target_language)}"
     pairs = sorted(DATASETS[name].langpairs)

@@ -51,7 +51,8 @@ def run_on_devices(work: Work, devices: list[str]) -> None:
             for number, device in enumerate(devices):
                 ours, theirs = context.Pipe(duplex=False)
                 name = f"translation process {number + 1} of {len(devices)} ({device})"
-                processes[ours] = context.Process(target=_run, args=(work, devices, number, theirs), name=name, daemon=True)
+                job = work, devices, number, theirs
+                processes[ours] = context.Process(target=_run, args=job, name=name, daemon=True)
                 processes[ours].start()
                 theirs.close()  # Otherwise the pipe would stay open when the process ends.
         while processes:

@@ -158,7 +158,7 @@ def paired_texts(source: Path, *references: Path) -> list[list[str]]:
                 f"{shorter} is shorter: give texts whose lines pair up"
             )
     if not texts[0]:
-        raise InputError(f"{source}: is empty; there is nothing to score")
+        raise InputError(f"{source}: is empty; name a file with sentences")
     return texts
 
 
@@ -190,7 +190,7 @@ def read_pairs(source: Path, target: Path, is_list: bool, *, warn: bool = True) 
                 )
             yield from (Pair(number, line, text) for text in translations)
     if not number:
-        raise InputError(f"{source}: is empty; there is nothing to score")
+        raise InputError(f"{source}: is empty; name a file with sentences")
 
 
 def _lists(lines: Iterable[str], path: Path) -> Iterator[list[str]]:

@@ -16,7 +16,7 @@ from tests.benchmark import learn
 from tests.benchmark.__main__ import main
 from tests.benchmark.learn import TIMED, UNTIMED, Curve, Marian, minutes_until, spaced
 
-SILENT = ("ignore:You have overridden `transfer_batch_to_device`", "ignore:.*many workers", "ignore:.*LeafSpec")
+SILENT = ("ignore:.*many workers", "ignore:.*LeafSpec")
 pytestmark = [pytest.mark.filterwarnings(message) for message in SILENT]
 
 

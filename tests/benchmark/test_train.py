@@ -31,7 +31,6 @@ EVEN, RAGGED = [(7, 8)] * 3, [(7, 4), (4, 8), (6, 8)]
 NETWORK_FIGURES = {"target_tokens_per_second", "step_seconds", "peak_memory_bytes"}
 
 
-@pytest.mark.filterwarnings("ignore:You have overridden `transfer_batch_to_device`")
 def test_figures_of_baselines(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """tests/pipeline/test_benchmark.py has ours."""
     command = ["train", str(recipe_file), "--steps", "1", "--baseline", "torch", "--baseline", "marian"]

@@ -231,7 +231,7 @@ def test_no_such_data_set_subset_split_or_language(settings: CorpusSettings, tmp
     empty.mkdir()
     for message, changes in (
         ("none: no such folder", {"dataset": "a/b/none"}),
-        ("README.md: cannot be read as a data set (", {"dataset": str(card)}),
+        ("README.md: a file, not a data set; name", {"dataset": str(card)}),
         ("empty: cannot be read as a data set (", {"dataset": str(empty)}),
         ("(BuilderConfig 'fr-en' not found. Available: ['cs-en', 'de-en']); name", {"subset": "fr-en"}),
         ("wmt14: there is no split 'dev'; give `split`, one of: train, validation", {"split": "dev"}),

@@ -119,7 +119,7 @@ def test_an_extension_runs(section: str, tmp_path: Path, monkeypatch: pytest.Mon
         exec(compile("\n".join(found), section, "exec"), {"__name__": "example"})
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:You have overridden `transfer_batch_to_device`")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec")
 def test_one_step_prints_what_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of docs/one_step.md are one program, and after each stands what it prints."""
     monkeypatch.chdir(tmp_path)

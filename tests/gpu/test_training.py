@@ -34,7 +34,7 @@ from tests.compilations import Compilations
 from tests.conftest import ALONE
 from tests.model.sentence_batches import PAD, SPECIAL, VOCABULARY, packed, padded
 
-WARNINGS = ["You have overridden `transfer_batch_to_device`", ".*does not have many workers", ".*LeafSpec"]
+WARNINGS = [".*does not have many workers", ".*LeafSpec"]
 WARNINGS += ["Synchronization debug mode is a prototype", "Total length of .* across ranks is zero"]
 WARNINGS += [
     "Warning. Profiler clears events",

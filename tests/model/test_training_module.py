@@ -33,7 +33,6 @@ from tests.conftest import ALONE
 from tests.model.sentence_batches import PAD, SPECIAL, VOCABULARY, Lengths, packed, padded
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:You have overridden `transfer_batch_to_device`"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step`"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec"),

@@ -10,7 +10,6 @@ from pipeline.__main__ import main
 from tests.conftest import refusal
 
 
-@pytest.mark.filterwarnings("ignore:You have overridden `transfer_batch_to_device`")
 def test_train_prints_figures(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["benchmark", "train", str(recipe_file), "--steps", "2", "--network.dropout", "0.1"]) == 0
     printed = capsys.readouterr()

@@ -26,8 +26,6 @@ from pipeline.runtime.memory import MemoryLimit, host_memory_limit, private_memo
 from pipeline.training.memory_probe import MemoryProbe
 from tests.conftest import ALONE, program, refusal
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*transfer_batch_to_device.*")
-
 
 class RecordState(Callback):
     def __init__(self) -> None:

@@ -44,7 +44,6 @@ def row_tokens(share: RankBatch) -> int:
     return sum(side.numel() for batch in share.micro_batches for side in (batch.source, batch.target_output))
 
 
-@pytest.mark.filterwarnings("ignore:.*transfer_batch_to_device.*")
 @pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`.*")
 def test_tokens_are_those_of_all_ranks_without_padding(
     tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
