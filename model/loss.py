@@ -112,7 +112,7 @@ def label_smoothed_loss(
         label_smoothing: epsilon in [0, 1).
         ignored_id: id of the padding symbol.
         scale: factor on `smoothed`. If it is given, `backward` must be called on `smoothed` itself, because gradients
-            are multiplied by this factor alone, while they are computed.
+            are multiplied by this factor alone, while they are computed, so that `backward` does not multiply them.
         functions: the functions that read logits; None for PyTorch's operators.
         r_drop_alpha: weight of the divergence between two passes; 0 for one pass.
     """
@@ -159,7 +159,7 @@ def _forward(
     sum_dtype = torch.promote_types(states.dtype, torch.float32)
     projection = _projection(weight, product_dtype, options.functions)
     # The smoothing term needs the sum of each token's logits. As sum_v h . w_v = h . (sum_v w_v), this reads no logits.
-    # Nor does its gradient, -epsilon / V for every class, which is added after the loop.
+    # Nor does its gradient, -epsilon / V for every class, which is added after `_over_chunks`.
     weight_sum = weight.to(sum_dtype).sum(0)
     target = targets.unsqueeze(1)
     kept = (target != ignored_id).to(sum_dtype)
@@ -193,8 +193,9 @@ def _forward(
     if divergence:
         smoothed = smoothed + options.alpha * (divergence[0] * kept[::2]).sum()
     likelihood, num_correct = (target_loss * kept).sum() / passes, ((target_logits == largest) * kept).sum() / passes
+    token_factor = kept
     if factor is not None:
-        smoothed, kept = smoothed * factor, kept * factor
+        smoothed, token_factor = smoothed * factor, kept * factor
     if gradients is not None:
         grad_states, grad_weight = gradients[0], gradients[1][:vocabulary_size]
         # The term -epsilon / V of d loss / d z is the same for all classes and tokens, so that its products with the
@@ -202,7 +203,7 @@ def _forward(
         mean_gradient = weight_sum * (epsilon / vocabulary_size)
         grad_weight -= kept_states_sum * (epsilon / vocabulary_size)
         ctx.save_for_backward(
-            ((grad_states.to(sum_dtype) - mean_gradient) * kept).to(states.dtype), grad_weight.to(weight.dtype)
+            ((grad_states.to(sum_dtype) - mean_gradient) * token_factor).to(states.dtype), grad_weight.to(weight.dtype)
         )
     ctx.mark_non_differentiable(likelihood, num_correct)
     ctx.set_materialize_grads(False)
@@ -260,14 +261,15 @@ def _over_chunks(
         chunk = slice(start, min(start + size, len(target)))
         product = states[chunk] @ projection.t()
         logits = product[:, :vocabulary_size]
-        *results, difference = compute(logits, target[chunk], sum_dtype, options.epsilon, gradients is not None, *alpha)
+        chunk_options = sum_dtype, options.epsilon, gradients is not None, *alpha
+        *results, grad_logits = compute(logits, target[chunk], *chunk_options)
         columns.append(results)
-        if gradients is not None and difference is not None:
+        if gradients is not None and grad_logits is not None:
             if in_place:
-                difference = product  # with its columns of padding
-            torch.mm(difference, projection, out=gradients[0][chunk])
-            _add_product(gradients[1], difference.t(), weighted_states[chunk])
-        del product, logits, difference  # free them before the next chunk allocates its own
+                grad_logits = product  # with its columns of padding
+            torch.mm(grad_logits, projection, out=gradients[0][chunk])
+            _add_product(gradients[1], grad_logits.t(), weighted_states[chunk])
+        del product, logits, grad_logits  # free them before the next chunk allocates its own
     return [torch.cat(column) for column in zip(*columns, strict=True)]
 
 
@@ -316,13 +318,13 @@ def read_logits(
         Four tensors. The first three are [tokens, 1]: the largest logit, the target's logit, and the probability of the
         most probable class. The last one is d smoothed / d logits [tokens, V] without its term -epsilon / V.
     """
-    probabilities, *results = _probabilities(logits, target, sum_dtype)
-    difference: Tensor | None = None
+    probabilities, largest, target_logits, max_probability = _probabilities(logits, target, sum_dtype)
+    grad_logits: Tensor | None = None
     if with_gradient:
         # d loss / d logits = p - (1 - epsilon) onehot - epsilon / V. `_forward` adds the last term.
         probabilities.scatter_add_(1, target, probabilities.new_full(target.shape, epsilon - 1.0))
-        difference = probabilities.to(logits.dtype)
-    return results[0], results[1], results[2], difference
+        grad_logits = probabilities.to(logits.dtype)
+    return largest, target_logits, max_probability, grad_logits
 
 
 def _probabilities(logits: Tensor, target: Tensor, sum_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:

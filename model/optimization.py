@@ -98,6 +98,8 @@ def build_schedule(settings: TrainingSettings, d_model: int, max_steps: int) -> 
 def adam(parameters: Iterable[nn.Parameter], settings: TrainingSettings) -> Optimizer:
     """Return Adam with the recipe's betas, epsilon and decoupled weight decay.
 
+    It sets no learning rate: the training step sets the schedule's rate before each step.
+
     With weight decay there are two groups of parameters. Matrices decay, the embeddings too, since they are the output
     projection. Vectors do not: biases do not overfit, and a decay would pull the gains of norms away from the identity.
     fairseq decays all parameters.

@@ -24,7 +24,7 @@ class Segments(NamedTuple):
     """Which tokens attend to which, in one attention of the network."""
 
     query_offsets: Tensor
-    """int32 [segments + 1]: segment i has the tokens from entry i to entry i + 1."""
+    """int32 [segments + 1]: segment i has the queries `query_offsets[i] : query_offsets[i + 1]`."""
     key_offsets: Tensor
     """The same for keys."""
     longest: int
@@ -69,7 +69,11 @@ PLAIN_ATTENTION = RowAttention("plain", None, constant_rows=False)
 
 
 class PaddedSide(NamedTuple):
-    """Where the tokens of a row are in the cells of padded groups. The cells of all groups are numbered in sequence."""
+    """Where the tokens of a row are in the cells of padded groups. The cells of all groups are numbered in sequence.
+
+    Example: a row of 6 tokens has sentences of 3 and 2 tokens, which form one group, and one token of padding. Then
+    `tokens` is [0, 1, 2, 3, 4, 4, 0], `cells` is [0, 1, 2, 3, 4, 6], and `is_filler` is True at cells 5 and 6.
+    """
 
     tokens: Tensor
     """int64 [P + 1], the place in the row of each cell's token. A cell after a sentence's end repeats its last

@@ -150,13 +150,13 @@ class TranslationModule(LightningModule):
         # from the optimizer: `network.parameters()` takes the host longer than the norm.
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         norm = total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-        if loss_scale is not None:
+        if loss_scale is not None:  # The gradients keep this factor until the optimizer step divides by it.
             norm = norm / loss_scale
         if self.training_settings.gradient_clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.training_settings.gradient_clip_norm, norm)
         # A tensor, since a condition would make the host wait for the device.
         skip = 1.0 - norm.isfinite().float()
-        # Lightning's wrapper, whose `step` also counts `global_step`, and PyTorch's optimizer inside.
+        # `optimizer` is Lightning's wrapper, whose `step` also counts `global_step`; inside it is PyTorch's optimizer.
         take_step(optimizer.optimizer, optimizer.step, skip, loss_scale)
         optimizer.zero_grad()
         if self.loss_scale is not None:

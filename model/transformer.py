@@ -173,14 +173,14 @@ class Transformer(nn.Module):
             Decoder states [M, D]: those of each sentence are those of `PaddedTransformer`, to rounding; those of
             padding are finite and have no meaning.
         """
-        encoder, decoder, cross = segments
-        memory = self._embed_rows(*source, encoder.longest)
+        encoder_segments, decoder_segments, cross_segments = segments
+        memory = self._embed_rows(*source, encoder_segments.longest)
         for layer in self.encoder:
-            memory = layer.rows(memory, encoder)  # type: ignore[operator]
+            memory = layer.rows(memory, encoder_segments)  # type: ignore[operator]
         memory = self.encoder_norm(memory).to(memory.dtype)
-        x = self._embed_rows(*target, decoder.longest)
+        x = self._embed_rows(*target, decoder_segments.longest)
         for layer in self.decoder:
-            x = layer.rows(x, memory, decoder, cross)  # type: ignore[operator]
+            x = layer.rows(x, memory, decoder_segments, cross_segments)  # type: ignore[operator]
         return self.decoder_norm(x).to(x.dtype)
 
     def _embed_rows(self, ids: Tensor, positions: Tensor, longest: int) -> Tensor:

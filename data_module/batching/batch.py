@@ -52,7 +52,7 @@ class PackedBatch:
     source_positions: Tensor
     """int32 [R]: each token's position in its sentence, from 0."""
     source_offsets: Tensor
-    """int32 [segments + 1]: segment i has the tokens from entry i to entry i + 1."""
+    """int32 [segments + 1]: segment i is `source[source_offsets[i] : source_offsets[i + 1]]`."""
     target_input: Tensor
     """int32 [M]: the decoder's input: BOS and tokens of each sentence."""
     target_output: Tensor
@@ -147,7 +147,7 @@ def _from_numpy(values: dict[str, Any]) -> RankBatch:
 
 def collate(
     corpus: "ParallelCorpus",
-    rows: list[NDArray[np.integer]],
+    micro_batches: list[NDArray[np.integer]],
     special: SpecialIds,
     shape: RowShape,
     *,
@@ -158,12 +158,12 @@ def collate(
 ) -> RankBatch:
     """Collate one rank's pairs, using array operations only.
 
-    `rows` has an array of pairs for each micro-batch, as indices into the corpus; these are not rows of tokens. For the
-    arguments after `shape`, see `RankBatch`.
+    `micro_batches` has, for each micro-batch, an array of pairs as indices into the corpus. For the arguments after
+    `shape`, see `RankBatch`.
     """
     parts, shapes, num_tokens = [], [], 0
-    rows = [longest_first(corpus, pairs) for pairs in rows]
-    for pairs in rows:
+    micro_batches = [longest_first(corpus, pairs) for pairs in micro_batches]
+    for pairs in micro_batches:
         source_lengths, target_lengths = corpus.lengths(pairs)
         num_tokens += int(source_lengths.sum() + target_lengths.sum())
         packed, *offsets = _end_to_end(source_lengths, target_lengths, shape)
@@ -189,7 +189,7 @@ def collate(
         epoch=epoch,
         index=index,
         num_batches=num_batches,
-        pairs=torch.from_numpy(np.concatenate(rows).astype(np.int64)),
+        pairs=torch.from_numpy(np.concatenate(micro_batches).astype(np.int64)),
         num_tokens=num_tokens,
     )
 

@@ -39,7 +39,7 @@ class EpochPlan:
     """
 
     def __init__(self, numbers: NDArray[np.uint32]) -> None:
-        """Create the plan that has this flat array; see `plan_epoch`."""
+        """Create a plan from a flat array: number of batches, where each begins, the end, target tokens, the pairs."""
         self.numbers = numbers
         num_batches = int(numbers[0])
         parts = np.split(numbers, np.cumsum([1, num_batches + 1, num_batches]))[1:]
