@@ -81,7 +81,7 @@ def draw_attention(
     description, rows, columns = AXES[kind]
     panel = _panel(labels.by_axis[rows], labels.by_axis[columns], labels.families)
     per_line, num_panels = min(PANELS_PER_LINE, len(heads)), len(layers) * len(heads)
-    beside = max(0, 110 - CELL_SIZE * weights.shape[-1])  # A caption may be wider than its cells.
+    beside = max(0, 110 - CELL_SIZE * weights[0].shape[-1])  # A caption may be wider than its cells.
     width, height, top = panel.width + beside + 24, panel.height + 30, 70
     image = Image.new("L", (max(per_line * width, 800), top - (-num_panels // per_line) * height), "white")
     pen = ImageDraw.Draw(image)
