@@ -83,7 +83,7 @@ class RankObserver(threading.Thread):
     `ranks` are the processes of ranks 1, 2 ... of this node.
     """
 
-    def __init__(self, ranks: list[subprocess.Popen[bytes]], patience_seconds: float = 27) -> None:
+    def __init__(self, ranks: list[subprocess.Popen[bytes]], patience_seconds: float = 22) -> None:
         super().__init__(daemon=True, name="rank-observer")
         self._ranks = ranks
         self._patience_seconds = patience_seconds

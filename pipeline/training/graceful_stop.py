@@ -35,8 +35,9 @@ MARGIN_SECONDS = 30
 """How much longer the gradients' process group waits than this one, so that an error is raised here first."""
 POLL_SECONDS = 1.0
 """How often a thread checks whether the ranks' reduction has failed."""
-ANSWER_SECONDS = 10.0
-"""How long a rank waits for the others to report that they have failed too; one that is late counts as dead."""
+ANSWER_SECONDS = 5.0
+"""How long a rank waits for the others to report that they have failed too; one that is late counts as dead. It has to
+be well below SLURM's KillWait (30 s by default), after which the ranks left are killed."""
 
 
 class StopConsensus:
