@@ -47,7 +47,10 @@ class HubDataset(Reader):
         return Path(str(self.text.dataset)).exists()
 
     def check(self) -> Iterator[tuple[bool, str]]:
-        """Check that the `datasets` library is installed."""
+        """Check that the `datasets` library is installed, and that a path leads to a folder."""
+        if Path(str(self.text.dataset)).is_file():
+            yield False, f"data set {self.text.dataset}: a file, not a data set; name the folder that it is in"
+            return
         ok = find_spec("datasets") is not None
         place = "is local" if self.is_available() else "comes from the Hugging Face hub: prepare needs a network"
         yield ok, f"data set {self.text.dataset} {place}" + ("" if ok else f"; it needs: {install('datasets')}")

@@ -237,6 +237,8 @@ def test_no_such_data_set_subset_split_or_language(settings: CorpusSettings, tmp
         ("wmt14: there is no split 'dev'; give `split`, one of: train, validation", {"split": "dev"}),
     ):
         fails(settings, message, train=changed(settings, **changes))
+    [(ok, said)] = dataset_reader.HubDataset(TextSource(dataset=str(card), split="train"), ("de", "en")).check()
+    assert (ok, said.endswith("a file, not a data set; name the folder that it is in")) == (False, True)
     message = ".parquet: is damaged, or lacks a `translation` column with text in 'en' and 'fr' ("
     fails(settings, message, " in struct<de: string, en: string>); correct source_language or", target_language="fr")
     fails(settings, "are both 'de'; name its two languages", source_language="de")
