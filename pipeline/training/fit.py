@@ -3,10 +3,8 @@
 torch and Lightning take seconds to import, so checks that do not need them come first.
 """
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipeline.checkpointing.run_folder import RunFolder
 from pipeline.config.recipe import Recipe
@@ -15,20 +13,15 @@ from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.launch import current_step, process_rank
 from pipeline.training.recipe_checks import Report, check_recipe
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Callback
-
 LOCK_PATIENCE_SECONDS = 120
 """How long a SLURM job waits for another process that writes to its run folder."""
 
 
-def fit_recipe(
-    recipe: Recipe, fresh: bool, init_from: Path | None, further_callbacks: Sequence["Callback"] = ()
-) -> int:
+def fit_recipe(recipe: Recipe, fresh: bool, init_from: Path | None) -> int:
     """Prepare the corpus if necessary, then start or resume the recipe's run; return the exit code.
 
     `fresh` removes an existing run from the run folder. `init_from` is a checkpoint, run folder or Marian model whose
-    weights and tokenizer a new run takes over. See `train` for `further_callbacks`.
+    weights and tokenizer a new run takes over.
 
     Raises InputError for a user's mistake, Stopped when a signal or `trainer.max_time` stopped the run.
     """
@@ -46,5 +39,5 @@ def fit_recipe(
         from pipeline.training.start import plan_start
         from pipeline.training.train import follow
 
-        follow(plan_start(recipe, job, fresh, init_from), folder, further_callbacks)
+        follow(plan_start(recipe, job, fresh, init_from), folder)
     return 0

@@ -1,10 +1,8 @@
 """`fit` after its first checks: plan, corpus, backend, module, data, callbacks, Trainer, training."""
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
-from lightning.pytorch import Callback
 
 from data_module.corpus.manifest import Manifest
 from data_module.corpus.preparation import existing_corpus, in_use
@@ -26,7 +24,7 @@ from pipeline.training.start import Plan, Start, check_vocabulary, finished_reas
 from pipeline.training.trainer import trainer_options
 
 
-def follow(plan: Plan, folder: RunFolder | None, further_callbacks: Sequence[Callback] = ()) -> None:
+def follow(plan: Plan, folder: RunFolder | None) -> None:
     """Follow a plan: prepare the corpus if it does not exist, then train, unless nothing is left to train.
 
     `folder` is the locked run folder on rank 0, None on other ranks.
@@ -53,7 +51,7 @@ def follow(plan: Plan, folder: RunFolder | None, further_callbacks: Sequence[Cal
             say(f"resuming from {resume.path}")
         elif plan.initial is not None:
             say(f"starting from the weights and the tokenizer of {plan.initial.path}")
-        train(Start(plan, folder, tokenizer, manifest), further_callbacks)
+        train(Start(plan, folder, tokenizer, manifest))
         say(f"the run is in {run}; view it with: {SCRIPTS}tensorboard --logdir {run}")
 
 
@@ -76,13 +74,10 @@ def ensure_corpus(settings: CorpusSettings, tokenizer: Tokenizer | None = None) 
         return prepare_and_report(settings, tokenizer)
 
 
-def train(start: Start, further_callbacks: Sequence[Callback] = ()) -> None:
+def train(start: Start) -> None:
     """Train until `trainer.max_steps`, early stopping, or a request to stop.
 
     Nothing in the run folder changes before everything that can be wrong has been checked, memory included.
-
-    `further_callbacks` are called after those of `build_callbacks`. They do not see the step after which the run stops,
-    because `GracefulStop` raises before them.
     """
     plan, recipe = start.plan, start.plan.recipe
     options = trainer_options(recipe.trainer, plan.job, recipe.run.timeout_seconds)
@@ -99,8 +94,7 @@ def train(start: Start, further_callbacks: Sequence[Callback] = ()) -> None:
     data = build_data(recipe, start.tokenizer, backend)
     if text_sources := data.validation_sources():
         module.report_sources(text_sources.names, torch.from_numpy(text_sources.of_pair))
-    callbacks = [*build_callbacks(start, data, backend), *further_callbacks]
-    trainer = build_trainer(start, options, callbacks)
+    trainer = build_trainer(start, options, build_callbacks(start, data, backend))
     with signals.keyboard_interrupt_recorded():
         path = plan.resume.path if plan.resume else None
         trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)

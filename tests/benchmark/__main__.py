@@ -1,4 +1,4 @@
-"""Compares training and decoding with other programs, and measures learning and the data path.
+"""Compares training and decoding with other programs, and measures the data path.
 
 `train` and `decode` are those of `python -m pipeline benchmark`, whose help has the figures, with `--baseline` beside
 them: other programs take turns with this one. The last output line is one JSON object.
@@ -13,7 +13,7 @@ from pipeline.__main__ import OneLineParser
 from pipeline.commands.benchmark import print_figures, quiet_profiler
 from pipeline.runtime.console import report
 
-KINDS = ("train", "learn", "decode", "data")
+KINDS = ("train", "decode", "data")
 
 
 def parse(words: list[str]) -> argparse.Namespace:

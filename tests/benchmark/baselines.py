@@ -155,11 +155,10 @@ class PaddedStep(NamedTuple):
 class Baseline:
     """A baseline's network, its optimizer and its batches."""
 
-    def __init__(self, name: str, training: Training, max_steps: int = ENDLESS) -> None:
+    def __init__(self, name: str, training: Training) -> None:
         """Prepare to train "torch" or "marian" with the recipe's loss, schedule, optimizer and clipping.
 
-        A schedule that decays to a last step ends at `max_steps`. Adam takes the place of Muon, which knows the
-        projections of this project's networks only.
+        Adam takes the place of Muon, which knows the projections of this project's networks only.
 
         Raises:
             InputError: the baseline does not support a setting or is not installed.
@@ -174,7 +173,7 @@ class Baseline:
             settings = replace(settings, optimizer="adam", muon_momentum=None)
         self.optimizer = build_optimizer(self.network.parameters(), settings)
         self._settings, self._pad = settings, data.special.pad
-        self._schedule = build_schedule(settings, recipe.network.d_model, max_steps)
+        self._schedule = build_schedule(settings, recipe.network.d_model, ENDLESS)
         self._batches = _padded_steps(data, self._device)
         self._num_steps = 0
 
