@@ -40,7 +40,6 @@ COMMANDS = {
     "evaluate": "source and reference text -> BLEU and chrF with signatures",
     "synthesize": "text of one language -> a better model, in stages",
     "export": "checkpoint -> bundle that runs without this program",
-    "benchmark": "speed and memory of training and of translating",
     "recipe": "list the recipes that come with the program, copy one, print paths",
     "demo": "prepare to export on a generated corpus, in minutes",
     "doctor": "check the machine, the job and a recipe before running",
@@ -82,8 +81,12 @@ def parse(command: str, words: list[str]) -> tuple[ModuleType, argparse.Namespac
 
     Unknown arguments of a command that takes `--config` are overrides of the recipe: `arguments.overrides`.
 
-    Raises InputError for an unknown command and for arguments that the command does not take.
+    Raises InputError for an unknown or removed command, and for arguments that the command does not take.
     """
+    if command == "benchmark":
+        raise InputError(
+            "benchmark: is no command since 1.2.0; use python -m tests.benchmark in a clone of the project"
+        )
     if command not in COMMANDS:
         raise InputError(f"'{command}' is not a command; the commands are: {', '.join(COMMANDS)}")
     module = importlib.import_module(f"pipeline.commands.{command}")

@@ -37,7 +37,6 @@ LAYERS = {
         "__main__",
         "api",
         "commands",
-        "benchmark",
         "training",
         "export",
         "monitoring",
@@ -134,7 +133,7 @@ def test_only_the_lightning_module_knows_lightning() -> None:
 
 def test_only_the_backend_and_what_decodes_name_a_fast_path() -> None:
     """Others get it as a function. The network has two, which call the plain function where they do not apply."""
-    may_name = ("model.fast", "pipeline.runtime.backend", "pipeline.inference", "pipeline.export", "pipeline.benchmark")
+    may_name = ("model.fast", "pipeline.runtime.backend", "pipeline.inference", "pipeline.export")
     in_network = {"model.fast.dropout"}
     for path in FILES:
         module = module_name(path)

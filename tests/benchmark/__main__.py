@@ -1,16 +1,16 @@
-"""Compares training and decoding with other programs, and measures the data path.
+"""Measures training, decoding and the data path on this machine, in turns with other programs where asked to.
 
-`train` and `decode` are those of `python -m pipeline benchmark`, whose help has the figures, with `--baseline` beside
-them: other programs take turns with this one. The last output line is one JSON object.
+`python -m tests.benchmark <kind> --help` explains the figures. The last output line is one JSON object.
 """
 
 import argparse
 import importlib
+import json
+import os
 import sys
 
 from data_module.errors import InputError
 from pipeline.__main__ import OneLineParser
-from pipeline.commands.benchmark import print_figures, quiet_profiler
 from pipeline.runtime.console import report
 
 KINDS = ("train", "decode", "data")
@@ -36,10 +36,14 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def main(words: list[str]) -> int:
-    quiet_profiler()
+    # PyTorch's profiler, which measures memory, is silent if these are set before PyTorch is imported.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         arguments = parse(words)
-        print_figures(arguments.run(arguments))
+        # Five significant digits are more than the clock's precision.
+        figures = json.dumps(arguments.run(arguments))
+        print(json.dumps(json.loads(figures, parse_float=lambda number: float(f"{float(number):.5g}"))))
     except InputError as error:
         report(f"error: {error}")
         return 2

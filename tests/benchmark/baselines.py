@@ -24,9 +24,13 @@ from data_module.translation_data_module import TranslationDataModule
 from model.optimization import build_optimizer, build_schedule
 from model.settings import NetworkSettings
 from model.transformer import SinusoidalPositions
-from pipeline.benchmark.train import ENDLESS, Training
+from pipeline.config.recipe import Recipe
 from pipeline.export.huggingface_model import require_transformers
 
+ENDLESS = 1 << 40
+"""`max_steps` of a training that ends when the measurement does."""
+Precision = tuple[torch.device, torch.dtype]
+"""Device to train on, and type of matrix products; with float32 there is no autocast."""
 _DEPTHS = ("num_layers", "num_encoder_layers", "num_decoder_layers")
 _SHARED = (*_DEPTHS, "d_model", "d_ff", "num_heads", "dropout", "max_positions")
 """Settings that the baselines support, or that have no effect without `learned_positions`; others are refused."""
@@ -155,7 +159,9 @@ class PaddedStep(NamedTuple):
 class Baseline:
     """A baseline's network, its optimizer and its batches."""
 
-    def __init__(self, name: str, training: Training) -> None:
+    def __init__(
+        self, name: str, recipe: Recipe, vocabulary_size: int, data: TranslationDataModule, precision: Precision
+    ) -> None:
         """Prepare to train "torch" or "marian" with the recipe's loss, schedule, optimizer and clipping.
 
         Adam takes the place of Muon, which knows the projections of this project's networks only.
@@ -163,9 +169,7 @@ class Baseline:
         Raises:
             InputError: the baseline does not support a setting or is not installed.
         """
-        recipe, data = training.recipe, training.data
-        self._device, self._dtype = training.precision
-        vocabulary_size = training.module.network.vocabulary_size
+        self._device, self._dtype = precision
         network = baseline_network(name, vocabulary_size, recipe.network, data.special, data.longest)
         self.network = network.to(self._device).train()
         settings = recipe.training

@@ -1,52 +1,73 @@
-"""Measure decoding as `python -m pipeline benchmark decode` does, in turns with CTranslate2.
+"""Measure how fast a checkpoint translates a text, the latency of single sentences, and memory.
 
-With --baseline, CTranslate2 translates the same text in float32 with the same network, beam size and number of threads,
-in alternating rounds. It stops a search as --stop-rule first does.
+Times include encoding and decoding of text; that of the whole text is the median of three rounds. OMP_NUM_THREADS sets
+the number of threads. With --baseline, CTranslate2 translates the same text in float32 with the same network, beam size
+and number of threads, in alternating rounds. It stops a search as --stop-rule first does.
 """
 
 import argparse
+import resource
+import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
-import ctranslate2
+import torch
 from sentencepiece import SentencePieceProcessor
 
 from data_module.errors import InputError
-from data_module.files import PlainValues
+from data_module.files import PlainValues, user_path
 from data_module.tokenization.tokenizer import normalize_white_space
-from pipeline.benchmark.decode import (
-    ROUNDS,
-    WARM_UP_SENTENCES,
-    Round,
-    Translate,
-    about,
-    figures_of,
-    measure,
-    spread,
-    table,
-    timed_translate,
-)
 from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
-from pipeline.commands.benchmark import add_decode_arguments, checked_sentences
 from pipeline.export.ctranslate2_model import require_ctranslate2, write_ctranslate2
 from pipeline.inference.loading import load_translator
-from pipeline.inference.options import SearchOptions
+from pipeline.inference.options import SearchOptions, add_search_arguments
+from pipeline.inference.text_io import read_sentences
 
 BATCH_TOKENS = 4096
 """Upper bound on the padded source tokens of a batch, for both."""
 OURS, BASELINE = "pipeline", "ctranslate2"
+ROUNDS = 3
+WARM_UP_SENTENCES = 8
+SINGLE_SENTENCES = 40
+"""Number of sentences, spread over the text, that are translated alone in each round."""
+
+Translate = Callable[[list[str]], tuple[list[str], int]]
+"""Translates sentences, including encoding and decoding of text; returns the best translations and the number of their
+pieces, end symbols included."""
+
+
+class Round(NamedTuple):
+    """Measurements of one round."""
+
+    texts: list[str]
+    num_tokens: int
+    """Number of pieces of the texts, end symbols included."""
+    seconds: float
+    """Time of the whole text."""
+    latencies: list[float]
+    """Seconds of each sentence translated alone."""
+    peak_memory_bytes: int
+    """Peak memory of the process so far."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_decode_arguments(parser)
+    parser.add_argument("checkpoint", type=user_path, help="a .ckpt file or a run folder")
+    parser.add_argument("--source", type=user_path, required=True, help="sentences to translate (plain or .gz)")
+    add_search_arguments(parser)
     parser.add_argument("--baseline", choices=(BASELINE,), help="program to compare with")
 
 
 def run(arguments: argparse.Namespace) -> PlainValues:
-    sentences, options = checked_sentences(arguments), SearchOptions.given(arguments)
+    sentences, options = [line for line in read_sentences(arguments.source) if line], SearchOptions.given(arguments)
+    if not sentences:
+        raise InputError(f"{arguments.source}: has no sentences; give a text to translate")
+    resolve_checkpoint(arguments.checkpoint)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) if arguments.baseline else None
         if folder:
@@ -98,7 +119,7 @@ def take_turns(
             processes[BASELINE].submit(_start_baseline, folder, found, sentences).result()
         for number in range(ROUNDS):
             for name, process in processes.items():
-                rounds[name].append(process.submit(_measure, sentences, number, name).result())
+                rounds[name].append(process.submit(measure, sentences, number, name).result())
     finally:
         for process in processes.values():
             process.shutdown(cancel_futures=True)
@@ -110,12 +131,19 @@ _translate: Translate
 
 
 def _start_ours(checkpoint: Path, options: SearchOptions, sentences: list[str]) -> PlainValues:
-    """Load the checkpoint, warm up, and return what is measured."""
+    """Load the checkpoint, warm up, and return the conditions: the text's size, the search's settings, the machine."""
     global _translate
     translator = load_translator(checkpoint)
-    _translate = timed_translate(translator, options)
+
+    def translate(sentences: list[str]) -> tuple[list[str], int]:
+        translations = translator.translate(sentences, options)
+        num_tokens = sum(translation.hypotheses[0].num_tokens for translation in translations)
+        return [translation.text for translation in translations], num_tokens
+
+    _translate = translate
     _translate(spread(sentences, WARM_UP_SENTENCES))
-    return about(translator, options, sentences)
+    machine = {"threads": torch.get_num_threads(), "device": translator.device.type}
+    return {"sentences": len(sentences), **vars(options.in_place_of(translator.settings)), **machine}
 
 
 def _start_baseline(folder: Path, settings: PlainValues, sentences: list[str]) -> None:
@@ -125,12 +153,10 @@ def _start_baseline(folder: Path, settings: PlainValues, sentences: list[str]) -
     _translate(spread(sentences, WARM_UP_SENTENCES))
 
 
-def _measure(sentences: list[str], number: int, name: str) -> Round:
-    return measure(_translate, sentences, number, name)
-
-
 def ctranslate2_search(folder: Path, settings: PlainValues) -> Translate:
     """Return the search of CTranslate2 in float32. It makes its own batches of `BATCH_TOKENS`."""
+    import ctranslate2  # which a machine that measures this program alone may lack
+
     tokenizer = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     end = tokenizer.id_to_piece(tokenizer.eos_id())
     translator = ctranslate2.Translator(
@@ -153,3 +179,49 @@ def ctranslate2_search(folder: Path, settings: PlainValues) -> Translate:
         return tokenizer.decode(best), sum(len(pieces) + 1 for pieces in best)
 
     return translate
+
+
+def spread(sentences: list[str], count: int, first: int = 0) -> list[str]:
+    """Return about `count` sentences spread evenly over a text, beginning with number `first`."""
+    return sentences[first :: max(1, len(sentences) // count)][:count]
+
+
+def measure(sentences: list[str], number: int, name: str) -> Round:
+    """Translate the text, then some of its sentences alone: round `number`, counted from 0."""
+
+    def timed(texts: list[str]) -> tuple[float, tuple[list[str], int]]:
+        started = time.perf_counter()
+        output = _translate(texts)
+        return time.perf_counter() - started, output
+
+    seconds, (texts, num_tokens) = timed(sentences)
+    latencies = [timed([sentence])[0] for sentence in spread(sentences, SINGLE_SENTENCES, number)]
+    print(f"round {number + 1} of {ROUNDS}: {name} {seconds:.2f} s", file=sys.stderr)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return Round(texts, num_tokens, seconds, latencies, peak)
+
+
+def figures_of(rounds: list[Round]) -> dict[str, float]:
+    """Return the figures of the round with the median time, and of the latencies of all rounds."""
+    seconds = statistics.median(measured.seconds for measured in rounds)
+    latencies = sorted(latency for measured in rounds for latency in measured.latencies)
+    return {
+        "seconds": seconds,
+        "target_tokens_per_second": rounds[0].num_tokens / seconds,
+        "sentences_per_second": len(rounds[0].texts) / seconds,
+        "latency_median_seconds": statistics.median(latencies),
+        "latency_p95_seconds": latencies[int(0.95 * (len(latencies) - 1))],
+        "peak_memory_bytes": max(measured.peak_memory_bytes for measured in rounds),
+    }
+
+
+def table(figures: Mapping[str, Mapping[str, float]]) -> str:
+    """Return a table with a line for each program."""
+    lines = [f"{'':12} tokens/s  sentences/s  latency ms (p95)  memory MB"]
+    for name, one in figures.items():
+        lines.append(
+            f"{name:12} {one['target_tokens_per_second']:8,.0f}  {one['sentences_per_second']:11,.1f}  "
+            f"{1e3 * one['latency_median_seconds']:7.1f} ({1e3 * one['latency_p95_seconds']:6.1f})  "
+            f"{one['peak_memory_bytes'] / 1e6:9,.0f}"
+        )
+    return "\n".join(lines)

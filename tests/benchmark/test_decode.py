@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 def test_figures_beside_a_baseline(trained_run: Path, tiny_corpus: Path, tmp_path: Path) -> None:
     text = tmp_path / "text"
     lines = (tiny_corpus.parent / "validation.source").read_text().split("\n")[:20]
-    text.write_text("\n".join(lines))
+    text.write_text("\n".join([*lines, "", ""]))
     words = ["decode", "--beam", "1", str(trained_run), "--source", str(text), "--baseline", "ctranslate2"]
     answer = subprocess.run(
         [sys.executable, "-m", "tests.benchmark", *words],
@@ -30,6 +30,8 @@ def test_figures_beside_a_baseline(trained_run: Path, tiny_corpus: Path, tmp_pat
     assert answer.returncode == 0, answer.stderr
     figures = json.loads(answer.stdout.splitlines()[-1])
     assert len(answer.stdout.splitlines()) == 1
+    assert figures["sentences"] == 20  # empty lines are not translated
+    assert (figures["beam_size"], figures["length_penalty"], figures["threads"]) == (1, 0.6, 1)
     found = load_translator(trained_run).translate(lines, SearchOptions(1))
     num_tokens = sum(translation.hypotheses[0].num_tokens for translation in found)
     assert figures["target_tokens_per_second"] * figures["seconds"] == pytest.approx(num_tokens, rel=1e-3)
@@ -44,4 +46,4 @@ def test_figures_beside_a_baseline(trained_run: Path, tiny_corpus: Path, tmp_pat
     assert 20 * figures["same_as_ctranslate2"] >= num_comparable
     ratio = figures["ctranslate2"]["seconds"] / figures["seconds"]
     assert figures["ratio_to_ctranslate2"] == pytest.approx(ratio, rel=1e-3)
-    assert "ctranslate2" in answer.stderr
+    assert "round 3 of 3: pipeline" in answer.stderr

@@ -17,10 +17,10 @@ from data_module.errors import InputError
 from model.loss import label_smoothed_loss
 from model.settings import NetworkSettings
 from model.transformer import Transformer
-from pipeline.benchmark.train import PeakMemory, SideBySide, figures_of
 from pipeline.monitoring.performance import training_flops
 from tests.benchmark.__main__ import main
 from tests.benchmark.baselines import TorchNetwork, baseline_network, cross_entropy
+from tests.benchmark.train import PeakMemory, SideBySide, figures_of
 from tests.model.sentence_batches import SPECIAL, VOCABULARY, Lengths, padded, states
 from tests.model.test_network import copy_layer
 
@@ -32,7 +32,6 @@ NETWORK_FIGURES = {"target_tokens_per_second", "step_seconds", "peak_memory_byte
 
 
 def test_figures_of_baselines(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """tests/pipeline/test_benchmark.py has ours."""
     command = ["train", str(recipe_file), "--steps", "1", "--baseline", "torch", "--baseline", "marian"]
     command += ["--training.optimizer", "muon"]  # of which the baselines take the part of Adam
     assert main([*command, "--network.dropout", "0.1"]) == 0
@@ -43,7 +42,33 @@ def test_figures_of_baselines(recipe_file: Path, capsys: pytest.CaptureFixture[s
         assert 0 < one["mfu"] < 1
     assert figures["ratio_to_torch"] > 0
     assert figures["ratio_to_marian"] > 0
+    assert figures["flops_per_target_token"] > 0
+    assert 0 < figures["padding_share"] < 1
+    assert figures["ceiling_flops_per_second"] > 1e9
+    assert (figures["precision"], figures["device"]) == ("32-true", "cpu")
+    assert (figures["threads"], figures["torch_version"]) == (torch.get_num_threads(), torch.__version__)
     assert "marian" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("train RECIPE --steps 0", "--steps 0: must be 1 or more"),
+        ("train RECIPE --training.r_drop_alpha 5", "training.r_drop_alpha 5"),
+        ("train RECIPE --trainer.precision bf16-true", "trainer.precision must be one of"),
+        ("decode RUN --source EMPTY", "empty: has no sentences"),
+        ("decode none.ckpt --source RECIPE", "no such checkpoint"),
+        ("learn RECIPE", "invalid choice: 'learn'"),
+    ],
+)
+def test_mistakes(
+    words: str, said: str, recipe_file: Path, trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = tmp_path / "empty"
+    empty.write_text("\n\n")
+    given = {"RECIPE": str(recipe_file), "RUN": str(trained_run), "EMPTY": str(empty)}
+    assert main([given.get(word, word) for word in words.split()]) == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_figures_by_hand() -> None:

@@ -23,7 +23,7 @@ from torch.utils.collect_env import get_pretty_env_info
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTEST = ["-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
-PIPELINE = ["-m", "pipeline"]
+PIPELINE, BENCHMARK = ["-m", "pipeline"], ["-m", "tests.benchmark"]
 
 
 def training(model: str, kernels: str, compiled: bool) -> list[str]:
@@ -32,14 +32,14 @@ def training(model: str, kernels: str, compiled: bool) -> list[str]:
     options |= {"corpus.folder": "random", "corpus.vocabulary_size": "30000", "corpus.test": "[]"}
     options |= {f"corpus.{split}": f"{{source: {split}.en, target: {split}.de}}" for split in ("train", "validation")}
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
-    return [*PIPELINE, "benchmark", "train", str(ROOT / f"configs/wmt14_en_de_{model}.yaml"), *words]
+    return [*BENCHMARK, "train", str(ROOT / f"configs/wmt14_en_de_{model}.yaml"), *words]
 
 
 STAGES: dict[str, tuple[list[str], int]] = {
     "doctor": ([*PIPELINE, "doctor"], 60),
     "gpu tests": ([*PYTEST, "-m", "gpu and not slow", str(ROOT / "tests/gpu")], 120),
     "train, evaluate and export": ([*PIPELINE, "demo"], 240),
-    "decode": ([*PIPELINE, "benchmark", "decode", "runs/demo", "--source", "data/demo/test.en"], 60),
+    "decode": ([*BENCHMARK, "decode", "runs/demo", "--source", "data/demo/test.en"], 60),
     "base, PyTorch's kernels": (training("base", "pytorch", compiled=False), 90),
     "base, Triton's kernels": (training("base", "triton", compiled=False), 60),
     "base, PyTorch's kernels, compiled": (training("base", "pytorch", compiled=True), 90),

@@ -19,7 +19,7 @@ def test_commands_parse(stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_stages_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The figures are those of the last line; tests/benchmark shows those that `benchmark train` prints."""
+    """The figures are those of the last line; tests/benchmark shows those that its `train` prints."""
     command = ["-c", "print('...'); print('{\"target_tokens_per_second\": 5}')"]
     monkeypatch.setattr(harvest, "STAGES", {"done": (command, 60), "wrong": (["-c", "raise SystemExit(3)"], 60)})
     monkeypatch.setattr(harvest, "write_text", lambda folder, _: write_text(folder, 300))

@@ -24,12 +24,12 @@ from model.loss import PYTORCH_LOSS, label_smoothed_loss
 from model.packed_attention import FLASH_ATTENTION, PLAIN_ATTENTION
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import TranslationModule
-from pipeline.benchmark.train import PeakMemory
 from pipeline.checkpointing.callback import EMA
 from pipeline.compat.lightning import SingleStreamDDP, precision_plugin
 from pipeline.monitoring.training_monitor import TrainingMonitor
 from pipeline.runtime.backend import choose_backend
 from pipeline.training.memory_probe import MemoryProbe
+from tests.benchmark.train import PeakMemory
 from tests.compilations import Compilations
 from tests.conftest import ALONE
 from tests.model.sentence_batches import PAD, SPECIAL, VOCABULARY, packed, padded

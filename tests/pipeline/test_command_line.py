@@ -26,7 +26,6 @@ ONE, TWO, THREE = map(Path, ("one.yaml", "two.yml", "three.yaml"))
         ("fit one.yaml", [ONE], ""),
         ("prepare one.yaml", [ONE], ""),
         ("doctor one.yaml", [ONE], ""),
-        ("benchmark train one.yaml --steps 3", [ONE], ""),
         ("fit one.yaml two.yml three.yaml", [ONE, TWO, THREE], ""),
         ("fit one.yaml --config two.yml three.yaml", [ONE, TWO, THREE], ""),
         ("fit --config one.yaml two.yml --fresh three.yaml", [ONE, TWO, THREE], ""),
@@ -58,6 +57,16 @@ def test_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_command_without_recipes_takes_yaml_files_as_they_are() -> None:
     assert parse("translate", ["run", "--source", "one.yaml"])[1].source == ONE
+
+
+def test_a_command_that_left_names_what_serves_instead(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["benchmark", "train", "one.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: benchmark: ")
+    assert said.endswith("use python -m tests.benchmark in a clone of the project\n")
+    assert said.count("\n") == 1
+    assert main(["--help"]) == 0
+    assert "benchmark" not in capsys.readouterr().out
 
 
 def test_control_characters_are_printed_escaped(capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,7 +51,7 @@ def test_refusals_and_help_import_nothing_slow(recipe_file: Path, trained_run: P
         [f"--{key}", "many"] for key in ("corpus.nokey", "trainer.nokey", "trainer.max_steps")
     ]
     refused = [["fit", recipe_file, *mistake] for mistake in (*mistakes, text, run)]
-    commands = ["prepare", "fit", "average", "translate", "evaluate", "export", "benchmark", "doctor", "demo", "recipe"]
+    commands = ["prepare", "fit", "average", "translate", "evaluate", "export", "doctor", "demo", "recipe"]
     found = imported(*refused, *([command, "--help"] for command in commands))
     assert found == [(2, set())] * len(refused) + [(0, set())] * len(commands)
 
