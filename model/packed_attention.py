@@ -5,9 +5,9 @@ cross-attention R counts target and M source tokens, the reverse of `attention.p
 padded groups.
 
 `Segments` describe the sentences for one attention. Two kinds of implementation read them. A kernel reads the offsets:
-PyTorch's variable-length flash attention on a GPU (`FLASH_ATTENTION`), Triton's, or the compiled one on a CPU. Plain
-attention (`PLAIN_ATTENTION`) runs on any device, in any precision, for any heads, with dropout: it pads groups of
-sentences of similar length, and computes each group by `attend`, as a padded batch.
+PyTorch's variable-length flash attention on a GPU (`FLASH_ATTENTION`), or the compiled one on a CPU. Plain attention
+(`PLAIN_ATTENTION`) runs on any device, in any precision, for any heads, with dropout: it pads groups of sentences of
+similar length, and computes each group by `attend`, as a padded batch.
 """
 
 import operator
@@ -33,10 +33,6 @@ class Segments(NamedTuple):
     """Whether a query attends only to keys up to its own place in the segment."""
     kernel: "AttentionFunction | None" = None
     """The function that computes attention; None for plain attention."""
-    query_ids: Tensor | None = None
-    """int32 [R], the segment of each query, out of range past the last segment; None if the kernel does not read it."""
-    key_ids: Tensor | None = None
-    """The same for keys."""
     padded: "PaddedGroups | None" = None
     """The padded groups of plain attention; None for a kernel."""
 
@@ -59,8 +55,6 @@ class RowAttention(NamedTuple):
     name: str
     function: AttentionFunction | None
     """None for plain attention, which each module computes by its method `attend`."""
-    reads_ids: bool = False
-    """Whether the function reads `query_ids` and `key_ids` of `Segments`."""
     constant_rows: bool = True
     """Whether all rows should have one length, so that a GPU runs the same shapes in all steps."""
 
@@ -115,25 +109,15 @@ def packed_segments(
     `dtype` is that of queries, keys and values. The host does not wait for a device.
     """
     source, target = batch.source_offsets, batch.target_offsets
-    source_ids = target_ids = None
-    if attention.reads_ids:
-        source_ids = _segment_ids(source, batch.source.numel())
-        target_ids = _segment_ids(target, batch.target_input.numel())
     encoder = decoder = cross = None
     if attention.function is None:
         encoder, decoder, cross = _padded_groups(batch, _compute_dtype(source.device, dtype))
     longest, kernel = batch.longest, attention.function
     return (
-        Segments(source, source, longest, False, kernel, source_ids, source_ids, encoder),
-        Segments(target, target, longest, True, kernel, target_ids, target_ids, decoder),
-        Segments(target, source, longest, False, kernel, target_ids, source_ids, cross),
+        Segments(source, source, longest, False, kernel, encoder),
+        Segments(target, target, longest, True, kernel, decoder),
+        Segments(target, source, longest, False, kernel, cross),
     )
-
-
-def _segment_ids(offsets: Tensor, num_tokens: int) -> Tensor:
-    """Return the segment of each token, int32 [R], which is the number of segments that end at or before the token."""
-    tokens = torch.arange(num_tokens, dtype=torch.int32, device=offsets.device)
-    return torch.searchsorted(offsets[1:], tokens, out_int32=True, right=True)
 
 
 def flash_attention(inputs: list[Tensor], segments: Segments, num_heads: int, d_k: int, dropout: float) -> Tensor:

@@ -156,7 +156,7 @@ def test_a_circle_inside_a_function_is_found(tmp_path: Path) -> None:
 
 
 def functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Functions and methods but for those of autograd functions and Triton kernels, whose signatures are given."""
+    """Functions and methods but for those of autograd functions, whose signatures are given."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
@@ -165,7 +165,7 @@ def functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef]]:
                 if isinstance(member, ast.FunctionDef) and not given:
                     yield f"{node.name}.{member.name}", member
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and not any("jit" in ast.unparse(one) for one in node.decorator_list):
+        if isinstance(node, ast.FunctionDef):
             yield node.name, node
 
 

@@ -32,7 +32,7 @@ from data_module.files import (
 from data_module.text_files import open_regular
 from data_module.tokenization.tokenizer import TOKENIZER_NAME
 from model.settings import DECAY_TO_LAST_STEP, changed_keys
-from pipeline.config.recipe import Recipe, load_recipe
+from pipeline.config.recipe import Recipe, stored_settings
 from pipeline.config.recipe_files import compose
 from pipeline.config.settings import RunSettings
 from pipeline.runtime.launch import JobStep, versions
@@ -323,9 +323,9 @@ def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
         raise InputError(f"{file}: is missing or damaged; {start_over}")
     check_format(file, recorded.get("format_version", 1), start_over)  # Version 0.2 recorded no format.
     new = recipe.inherit_network(written["network"]).as_dict()
-    with suppress(InputError):  # A recipe that this version cannot read is compared as it is.
+    with suppress(ValueError):  # A recipe that this version cannot read is compared as it is.
         # Settings that are newer than the run get their defaults.
-        written = load_recipe([path / "config.yaml"]).as_dict()
+        written = stored_settings(written, Recipe, "", exact=True).as_dict()
         if not changed_keys(written["network"], new["network"]):
             written["network"] = new["network"]  # Other keys may give the same depths.
     forbidden: list[str] = []

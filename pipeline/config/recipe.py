@@ -131,6 +131,8 @@ def stored_settings(values: object, kind: type[_Settings], section: str, exact: 
     Raises ValueError that names the first mistake.
     """
     check = Checker({}, knows_all=exact)
+    if isinstance(values, dict) and not section:
+        values = _without_old_keys(values, {}, warns=False)
     settings = check.dataclass(values, kind, f"{section}." if section else "")
     if not isinstance(settings, kind):
         raise ValueError(check.mistakes[0])
@@ -169,7 +171,7 @@ def _places(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
 
 def _checked(values: PlainValues, places: dict[str, str], mistakes: list[str]) -> Recipe:
     """Return the recipe; raise InputError with `mistakes` and all mistakes that are found here."""
-    _remove_old_keys(values, places)
+    values = _without_old_keys(values, places)
     refused = {f"trainer.{key}": why for key, why in RESERVED_KEYS.items()}
     check = Checker(places, refused)
     recipe = check.dataclass(values, Recipe, "")
@@ -185,18 +187,27 @@ def _checked(values: PlainValues, places: dict[str, str], mistakes: list[str]) -
     return recipe
 
 
-OLD_KEYS = {"run.cuda_graphs": "steps run kernel by kernel"}
-"""Keys of version 1.0.0 without effect, each with what happens instead. All versions 1.x accept them."""
+OLD_KEYS: dict[str, tuple[object, str, str]] = {
+    "run.cuda_graphs": (..., "1.1", "steps run kernel by kernel"),
+    "run.kernels": ("triton", "1.2", "PyTorch's kernels train on a GPU, and the C++ programs on a CPU"),
+}
+"""Keys without effect: the value that has none (`...` for all), the version since which, and what happens instead.
+
+All versions 1.x accept them."""
 
 
-def _remove_old_keys(values: PlainValues, places: dict[str, str]) -> None:
-    """Remove the keys of `OLD_KEYS`, which every run of version 1.0.0 has stored; warn about a value that is set."""
-    for key, instead in OLD_KEYS.items():
+def _without_old_keys(values: PlainValues, places: Mapping[str, str], warns: bool = True) -> PlainValues:
+    """Return a recipe's values without those of `OLD_KEYS`; warn about one that asks for something."""
+    for key, (old, since, instead) in OLD_KEYS.items():
         section, _, name = key.partition(".")
         inner = values.get(section)
-        if isinstance(inner, dict) and inner.pop(name, None) not in (None, False):
-            place = f"{places[key]}: " if key in places else ""
-            _warn_once(f"warning: {place}{key} has no effect since version 1.1: {instead}; remove the key")
+        if not isinstance(inner, dict) or name not in inner or (old is not ... and inner[name] != old):
+            continue
+        values = {**values, section: {other: value for other, value in inner.items() if other != name}}
+        if warns and inner[name] not in (None, False):
+            place, value = f"{places[key]}: " if key in places else "", "" if old is ... else f" {old}"
+            _warn_once(f"warning: {place}{key}{value} has no effect since version {since}: {instead}; remove the key")
+    return values
 
 
 @cache

@@ -50,9 +50,9 @@ class RunSettings:
     compile: bool | None = None
     """Train with torch.compile. If null, where this is possible: on a GPU, but not with plain attention. The first
     start then takes a few minutes."""
-    kernels: Literal["triton", "pytorch"] | None = None
-    """Kernels of attention and the loss. `triton`: the project's Triton kernels, which no GPU has run yet. If null:
-    PyTorch's on a GPU, and on a CPU the project's C++ programs, where they can run. `pytorch`: PyTorch's everywhere."""
+    kernels: Literal["pytorch"] | None = None
+    """Kernels of attention and of validation's search. If null: PyTorch's on a GPU, and on a CPU the project's C++
+    programs, where they can run. `pytorch`: PyTorch's everywhere."""
     timeout_seconds: int = 600
     """How long a rank waits for another one before it ends with an error that names it."""
 

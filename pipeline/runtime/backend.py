@@ -13,7 +13,7 @@ import torch
 
 from data_module.errors import InputError
 from model.backend import PYTORCH_SEARCH, Backend, Search
-from model.fast import compiled_attention, compiled_loss, packed_linear, triton_check
+from model.fast import compiled_attention, compiled_loss, packed_linear
 from model.fast import compiled_search as search_program
 from model.fast.compilation import CompiledForward
 from model.loss import PYTORCH_LOSS
@@ -43,9 +43,7 @@ def choose_backend(
     precision = str(options["precision"])
     notes: list[str] = []
     parts: dict[str, Any] = {"attention": PLAIN_ATTENTION, "loss": PYTORCH_LOSS, "search": PYTORCH_SEARCH}
-    if kernels == "triton":
-        parts |= _triton_parts(options, network)
-    elif flash_takes(options, network):
+    if flash_takes(options, network):
         parts["attention"] = FLASH_ATTENTION
     elif options["accelerator"] == "cpu" and kernels is None:
         parts |= _compiled_programs(precision, network, notes)
@@ -81,46 +79,6 @@ def _compiled_attention_takes(network: NetworkSettings) -> bool:
     multiple = compiled_attention.HEAD_MULTIPLE
     takes_heads = network.key_size % multiple == network.value_size % multiple == 0
     return takes_heads and not network.attention_dropout and network.self_attention == NetworkSettings.self_attention
-
-
-def _triton_parts(options: TrainerOptions, network: NetworkSettings) -> dict[str, Any]:
-    """Return Triton's attention and loss; raise InputError if they cannot run on this process's device."""
-    on_gpu = _on_gpu(options)
-    obstacle = _obstacle_to_triton(_own_device(options), network) if on_gpu else "they need a GPU"
-    if obstacle is None:
-        try:
-            # Triton comes with PyTorch for GPUs only.
-            from model.fast import triton_attention, triton_loss
-        except ImportError as error:
-            obstacle = f"Triton is not installed or does not work ({error})"
-        else:
-            dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(str(options["precision"]))
-            heads = network.num_heads, network.key_size, network.value_size
-            # Otherwise all processes of a node would allocate memory on its first GPU.
-            with torch.cuda.device(_own_device(options)):
-                obstacle = triton_check.failure(dtype or torch.float32, *heads)
-    if obstacle is None:
-        return {"attention": triton_attention.TRITON_ATTENTION, "loss": triton_loss.TRITON_LOSS}
-    instead = "PyTorch's" if on_gpu else "the compiled attention and loss"
-    raise InputError(
-        f"run.kernels triton: Triton's attention and loss cannot run: {obstacle}; set it to null to train with"
-        f" {instead}"
-    )
-
-
-def _obstacle_to_triton(device: int, network: NetworkSettings) -> str | None:
-    """Return why Triton's kernels cannot run on a GPU, without trying them; None if no reason is known."""
-    if network.self_attention != NetworkSettings.self_attention:
-        return f"they do not compute network.self_attention {network.self_attention}"
-    if not triton_check.can_run(network.key_size, network.value_size):
-        return f"they do not take heads with d_k {network.key_size} and d_v {network.value_size}"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return (
-            f"they need a GPU of compute capability 8.0, and {torch.cuda.get_device_name(device)} has {major}.{minor}"
-        )
-    missing = missing_compiler()
-    return f"Triton {missing}" if missing else None
 
 
 def _own_device(options: TrainerOptions) -> int:

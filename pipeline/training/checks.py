@@ -111,12 +111,8 @@ def check_trainer(recipe: Recipe, job: JobStep | None, report: Report) -> None:
             f"trainer.devices {recipe.trainer['devices']}: torch finds no GPU, so {count} processes share the CPU; one"
             " process uses all its cores: remove the key, or check nvidia-smi if there should be GPUs"
         )
-    run = recipe.run
-    if run.kernels == "triton":
-        choose_backend(run.kernels, run.compile, options, recipe.network)
-    else:
-        # Nothing else can be wrong. The complete choice takes time, and is made and printed when training starts.
-        should_compile(run.compile, options, not flash_takes(options, recipe.network), [])
+    # Nothing else can be wrong. The complete choice takes time, and is made and printed when training starts.
+    should_compile(recipe.run.compile, options, not flash_takes(options, recipe.network), [])
 
 
 def check_backend(recipe: Recipe, job: JobStep | None, report: Report) -> None:

@@ -26,9 +26,9 @@ PYTEST = ["-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "--conti
 PIPELINE, BENCHMARK = ["-m", "pipeline"], ["-m", "tests.benchmark"]
 
 
-def training(model: str, kernels: str, compiled: bool) -> list[str]:
+def training(model: str, compiled: bool) -> list[str]:
     """Return the command that measures training of the paper's base or big model on random text."""
-    options = {"run.kernels": kernels, "run.compile": str(compiled).lower()}
+    options = {"run.compile": str(compiled).lower()}
     options |= {"corpus.folder": "random", "corpus.vocabulary_size": "30000", "corpus.test": "[]"}
     options |= {f"corpus.{split}": f"{{source: {split}.en, target: {split}.de}}" for split in ("train", "validation")}
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
@@ -40,11 +40,9 @@ STAGES: dict[str, tuple[list[str], int]] = {
     "gpu tests": ([*PYTEST, "-m", "gpu and not slow", str(ROOT / "tests/gpu")], 120),
     "train, evaluate and export": ([*PIPELINE, "demo"], 240),
     "decode": ([*BENCHMARK, "decode", "runs/demo", "--source", "data/demo/test.en"], 60),
-    "base, PyTorch's kernels": (training("base", "pytorch", compiled=False), 90),
-    "base, Triton's kernels": (training("base", "triton", compiled=False), 60),
-    "base, PyTorch's kernels, compiled": (training("base", "pytorch", compiled=True), 90),
-    "base, Triton's kernels, compiled": (training("base", "triton", compiled=True), 90),
-    "big, PyTorch's kernels, compiled": (training("big", "pytorch", compiled=True), 90),
+    "base": (training("base", compiled=False), 90),
+    "base, compiled": (training("base", compiled=True), 90),
+    "big, compiled": (training("big", compiled=True), 90),
 }
 """Arguments of Python, and the time limit in seconds, in the order in which stages run; all in one temporary folder."""
 

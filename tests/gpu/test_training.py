@@ -15,12 +15,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch
 from data_module.corpus.store import ParallelCorpus, TokenStore, TokenStoreWriter
-from data_module.errors import InputError
 from data_module.settings import BatchSettings
 from data_module.translation_data_module import TranslationDataModule
 from model.backend import Backend
 from model.fast.compilation import CompiledForward
-from model.loss import PYTORCH_LOSS, label_smoothed_loss
+from model.loss import label_smoothed_loss, plain_loss
 from model.packed_attention import FLASH_ATTENTION, PLAIN_ATTENTION
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import TranslationModule
@@ -51,24 +50,14 @@ LAYOUTS = [
     ("cpu", "plain"),
     pytest.param("cuda", "padded", marks=pytest.mark.gpu),
     pytest.param("cuda", "plain", marks=pytest.mark.gpu),
-    pytest.param("cuda", "triton", marks=pytest.mark.gpu),
 ]
 FLASH = pytest.param("cuda", "flash", marks=pytest.mark.gpu)
-KERNELS = [pytest.param("cuda", kernels, marks=pytest.mark.gpu) for kernels in ("pytorch", "triton")]
 
 
-def make_backend(
-    device: str, kernels: str = "pytorch", compiled: bool = False, precision: str = "bf16-mixed"
-) -> Backend:
+def make_backend(device: str, compiled: bool = False, precision: str = "bf16-mixed") -> Backend:
     """Return the backend of a GPU without the checks of `choose_backend`; on a CPU, that of PyTorch's operators."""
-    loss, on_gpu = PYTORCH_LOSS, device == "cuda"
-    attention = FLASH_ATTENTION if on_gpu and precision.endswith("-mixed") else PLAIN_ATTENTION
-    if on_gpu and kernels == "triton":
-        from model.fast.triton_attention import TRITON_ATTENTION
-        from model.fast.triton_loss import TRITON_LOSS
-
-        attention, loss = TRITON_ATTENTION, TRITON_LOSS
-    return Backend(precision, attention=attention, loss=loss, compiled=CompiledForward if compiled else None)
+    attention = FLASH_ATTENTION if device == "cuda" and precision.endswith("-mixed") else PLAIN_ATTENTION
+    return Backend(precision, attention=attention, compiled=CompiledForward if compiled else None)
 
 
 @pytest.fixture
@@ -86,21 +75,19 @@ def corpus_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def module(
-    device: str, kernels: str = "pytorch", backend: Backend | None = None, **options: object
-) -> TranslationModule:
+def module(device: str, backend: Backend | None = None, **options: object) -> TranslationModule:
     """Return a module as `fit` prepares it."""
     torch.manual_seed(3)
     training = TrainingSettings(gradient_clip_norm=1.0)
     settings = NETWORK, training, DecodingSettings()
-    made = TranslationModule(VOCABULARY, SPECIAL, *settings, 1, backend or make_backend(device, kernels, **options))
+    made = TranslationModule(VOCABULARY, SPECIAL, *settings, 1, backend or make_backend(device, **options))
     made.on_fit_start()
     return made.to(device).train()
 
 
 def module_for(device: str, layout: str) -> TranslationModule:
     """Return a module with the attention that a layout of `LAYOUTS` names."""
-    made = module(device, "triton" if layout == "triton" else "pytorch")
+    made = module(device)
     if layout == "plain":
         made.backend = replace(made.backend, attention=PLAIN_ATTENTION)
     return made
@@ -124,7 +111,7 @@ class _NoWaiting(Callback):
             torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize(("device", "kernels"), [("cpu", "pytorch"), *KERNELS])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("compiled", "precision"),
     [
@@ -134,14 +121,12 @@ class _NoWaiting(Callback):
         pytest.param(True, "bf16-mixed", marks=pytest.mark.slow),
     ],
 )
-def test_no_step_waits_for_the_device(
-    device: str, kernels: str, compiled: bool, precision: str, corpus_folder: Path
-) -> None:
+def test_no_step_waits_for_the_device(device: str, compiled: bool, precision: str, corpus_folder: Path) -> None:
     """Covers loader, copy, micro-batches for all attentions, loss, clipping, Adam, EMA, Lightning and monitor."""
     batches = BatchSettings(batch_tokens=400, max_tokens_per_device=160)
     options = {"accelerator": "cpu" if device == "cpu" else "gpu", "precision": precision}
-    backend = choose_backend(kernels, compiled, options, NETWORK)
-    plain = device == "cpu" or (precision == "32-true" and kernels == "pytorch")
+    backend = choose_backend("pytorch", compiled, options, NETWORK)
+    plain = device == "cpu" or precision == "32-true"
     assert (backend.attention.name == "plain") == plain
     data = TranslationDataModule(corpus_folder, batches, SPECIAL, seed=1, constant_rows=backend.attention.constant_rows)
     watch = _NoWaiting()
@@ -165,19 +150,6 @@ def test_no_step_waits_for_the_device(
             torch.cuda.set_sync_debug_mode("default")
     assert watch.steps == 16
     assert watch.micro_batches >= 2 * 16
-
-
-@pytest.mark.gpu
-def test_tritons_kernels_are_chosen_where_they_can_run() -> None:
-    """The kernels are run and compared; heads that are too large, and a missing compiler, are found before that."""
-    options = {"accelerator": "gpu", "precision": "bf16-mixed"}
-    assert choose_backend("pytorch", None, options, NETWORK).attention.name == "flash"
-    large = NetworkSettings(num_layers=1, d_model=512, num_heads=2)
-    with pytest.raises(InputError, match="do not take heads"):
-        choose_backend("triton", None, options, large)
-    for precision in ("bf16-mixed", "16-mixed", "32-true"):
-        backend = choose_backend("triton", None, {**options, "precision": precision}, NETWORK)
-        assert (backend.attention.name, backend.loss.name, backend.notes) == ("Triton", "Triton", ())
 
 
 class _CountCompilations(Callback):
@@ -255,7 +227,7 @@ def test_training_batches_are_in_memory_that_a_gpu_copies_by_itself(device: str,
         assert share.to(device).numbers.device.type == device
 
 
-@pytest.mark.parametrize(("device", "layout"), [LAYOUTS[1], *LAYOUTS[3:], FLASH])
+@pytest.mark.parametrize(("device", "layout"), [LAYOUTS[1], LAYOUTS[3], FLASH])
 def test_kernels_of_packed_rows(device: str, layout: str) -> None:
     """The encoder and both attentions of the decoder take the kernel of the layout, forward and backward."""
     made = module_for(device, layout)
@@ -264,18 +236,15 @@ def test_kernels_of_packed_rows(device: str, layout: str) -> None:
         made.losses(batch).smoothed.backward()
     calls = Counter(event.name for event in profiler.events())
     flash = ["aten::_flash_attention_forward", "aten::_flash_attention_backward"]
-    triton = ["attention_pipeline::segment_attention", "attention_pipeline::segment_attention_backward"]
     assert [calls[name] for name in flash] == [3 * (layout == "flash")] * 2
-    assert [calls[name] for name in triton] == [3 * (layout == "triton")] * 2
     assert bool(calls["aten::scaled_dot_product_attention"]) == (layout == "plain")
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", ["pytorch", "triton"])
-def test_all_batches_of_a_gpu_share_one_graph(kernels: str) -> None:
+def test_all_batches_of_a_gpu_share_one_graph() -> None:
     """Whatever their sentences are, and however many; eager results."""
-    made, eager = module("cuda", kernels, compiled=True), module("cuda", kernels)
+    made, eager = module("cuda", compiled=True), module("cuda")
     draws = np.random.default_rng(1)
     micro_batches = [
         [(source, target) for source, target in draws.integers(2, 40, (count, 2)).tolist()] for count in range(1, 21)
@@ -319,14 +288,14 @@ def test_16_bits_stay_near_float32(device: str, layout: str, dtype: torch.dtype)
 @pytest.mark.parametrize(("device", "layout"), LAYOUTS)
 def test_float32_is_the_cpus(device: str, layout: str) -> None:
     exact, exact_gradient = loss_and_gradient(module("cpu").double(), "cpu", "padded")
-    made = module(device, "triton" if layout == "triton" else "pytorch", precision="32-true")
+    made = module(device, precision="32-true")
     found, gradient = loss_and_gradient(made, device, layout)
     torch.testing.assert_close(found, exact, rtol=1e-5, atol=0, check_dtype=False)
     assert (gradient - exact_gradient).norm() < 1e-4 * exact_gradient.norm()
 
 
-@pytest.mark.parametrize(("device", "kernels"), [("cpu", "pytorch"), *KERNELS])
-def test_the_loss_takes_a_small_share_of_memory(device: str, kernels: str) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_loss_takes_a_small_share_of_memory(device: str) -> None:
     """At the paper's size on a GPU. A small size on the CPU checks the measurement."""
     tokens, d_model, pieces = (25_000, 512, 37_000) if device == "cuda" else (4_000, 16, 9_000)
     weight = torch.randn(pieces, d_model, device=device, requires_grad=True)
@@ -334,9 +303,7 @@ def test_the_loss_takes_a_small_share_of_memory(device: str, kernels: str) -> No
     states = torch.randn(tokens, d_model, device=device, requires_grad=True)
     memory = PeakMemory(torch.device(device))
     with torch.autocast(device, torch.bfloat16):
-        smoothed = label_smoothed_loss(
-            states, weight, targets, 0.1, PAD, functions=make_backend(device, kernels).loss
-        ).smoothed
+        smoothed = label_smoothed_loss(states, weight, targets, 0.1, PAD).smoothed
     smoothed.backward()
     peak = memory.read()
     # On a GPU a chunk has 1/64 of its memory; states, weight and their gradients are some 400 MB. Half of all logits
@@ -346,3 +313,22 @@ def test_the_loss_takes_a_small_share_of_memory(device: str, kernels: str) -> No
         most = torch.cuda.get_device_properties(0).total_memory // 64 + 400_000_000
     assert 2 * pieces * d_model < peak < most
     assert smoothed.isfinite()
+
+
+@pytest.mark.gpu
+def test_more_logits_than_32_bits_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a chunk of all tokens, of which the last one alone is not padding."""
+    tokens, pieces = 60_000, 37_000
+    assert tokens * pieces > 2**31
+    monkeypatch.setattr("model.loss._CHUNK_SHARE", 1.0)
+    weight = torch.randn(pieces, 8, device="cuda").requires_grad_()
+    states = torch.zeros(tokens, 8, device="cuda")
+    states[-1], targets = 1.0, torch.full((tokens,), PAD, device="cuda")
+    targets[-1] = 5
+    with torch.autocast("cuda", torch.bfloat16):
+        found = label_smoothed_loss(states, weight, targets, 0.1, PAD).smoothed
+    exact = weight.detach().double().requires_grad_()
+    expected = plain_loss(states[-1:].double(), exact, targets[-1:], 0.1, PAD)
+    assert float(found) == pytest.approx(float(expected), rel=0.01)
+    gradient, exact_gradient = torch.autograd.grad(found, weight)[0], torch.autograd.grad(expected, exact)[0]
+    assert (gradient - exact_gradient).norm() < 0.02 * exact_gradient.norm()

@@ -1,8 +1,7 @@
 """The table of fast paths: each is compared with the plain function that it stands for.
 
 The comparison is of results and, where training uses the path, of gradients. The truth is the plain function in float64
-on the same rounded inputs. `test_fast_paths.py` runs the rows of a CPU, `interpreted_kernels.py` those of Triton in its
-interpreter, and `tests/gpu/test_kernels.py` those of a GPU. A new fast path is a row here.
+on the same rounded inputs. A new fast path is a row here.
 """
 
 import copy
@@ -37,10 +36,8 @@ Result = Tensor | tuple[Tensor | None, ...]
 
 class FastPath(NamedTuple):
     check: Callable[..., None]
-    """Compares; takes a device, then a case."""
+    """Compares; takes a case."""
     cases: list[tuple[object, ...]]
-    needs: str = "cpu"
-    """"cpu", "triton" or "cuda or cpu"."""
 
 
 def compare(
@@ -48,12 +45,11 @@ def compare(
     fast: Callable[..., Result],
     inputs: list[Tensor],
     dtype: torch.dtype,
-    device: str = "cpu",
     differentiated: int = 0,
 ) -> None:
     """Compare results, and gradients of the first of them by the first inputs; inputs that are numbers are rounded."""
-    given = [x.to(device, dtype) if x.is_floating_point() else x.to(device) for x in inputs]
-    exact = [x.cpu().double() if x.is_floating_point() else x.cpu() for x in given]
+    given = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
+    exact = [x.double() if x.is_floating_point() else x for x in given]
     found, wanted = [], []
     for function, tensors, results in ((fast, given, found), (plain, exact, wanted)):
         leaves = [x.requires_grad_() for x in tensors[:differentiated]]
@@ -64,11 +60,11 @@ def compare(
     for one, other in zip(found, wanted, strict=True):
         assert one.shape == other.shape
         largest = float(other.detach().abs().max()) if other.numel() else 0.0
-        difference = (one.detach().cpu().double() - other.detach()).abs().max() if other.numel() else 0.0
+        difference = (one.detach().double() - other.detach()).abs().max() if other.numel() else 0.0
         assert difference <= TOLERANCES[dtype] * largest, f"{difference} of {largest}"
 
 
-def check_loss(device: str, functions: Callable[[], LossFunctions], dtype: torch.dtype, num_classes: int) -> None:
+def check_loss(functions: Callable[[], LossFunctions], dtype: torch.dtype, num_classes: int) -> None:
     """One pass and two, with and without a gradient: `model.loss.read_logits` and `read_logit_pairs`."""
     generator = torch.Generator().manual_seed(num_classes)
     logits = 3 * torch.randn(10, num_classes, generator=generator)
@@ -85,7 +81,7 @@ def check_loss(device: str, functions: Callable[[], LossFunctions], dtype: torch
     for plain, alpha in ((read_logits, ()), (read_logit_pairs, (3.0,))):
         for with_gradient in (False, True):
             fast = partial(_call, getattr(functions(), plain.__name__), torch.float32, with_gradient, *alpha)
-            compare(partial(_call, plain, torch.float64, with_gradient, *alpha), fast, inputs, dtype, device)
+            compare(partial(_call, plain, torch.float64, with_gradient, *alpha), fast, inputs, dtype)
 
 
 def _call(function: Callable[..., Result], sum_dtype: torch.dtype, with_gradient: bool, *rest: Any) -> Result:
@@ -95,50 +91,45 @@ def _call(function: Callable[..., Result], sum_dtype: torch.dtype, with_gradient
 
 
 def check_attention(
-    device: str,
-    heads: tuple[int, int, int],
-    dtype: torch.dtype,
-    kind: str,
-    attention: Callable[[], RowAttention] | None = None,
+    heads: tuple[int, int, int], dtype: torch.dtype, kind: str, attention: Callable[[], RowAttention]
 ) -> None:
     """`model.packed_attention.flash_attention`, which needs a GPU: by the formula, one sentence at a time.
 
-    For an attention that is given, also with lengths beside the sizes of its tiles.
+    Also with lengths beside the sizes of tiles.
     """
-    own, sentences = attention() if attention else None, kernel_cases.CROSS if kind == "cross" else kernel_cases.RAGGED
-    sizes = kernel_cases.Heads(*heads)
-    for lengths in (sentences, kernel_cases.EDGES) if own else (sentences,):
-        compute = partial(kernel_cases.run_attention, own, sizes, lengths, kind) if own else None
-        kernel_cases.check_attention(sizes, lengths, kind, dtype, device, compute=compute)
+    own, sizes = attention(), kernel_cases.Heads(*heads)
+    for lengths in (kernel_cases.CROSS if kind == "cross" else kernel_cases.RAGGED, kernel_cases.EDGES):
+        compute = partial(kernel_cases.run_attention, own, sizes, lengths, kind)
+        kernel_cases.check_attention(sizes, lengths, kind, dtype, compute)
 
 
-def check_linear(device: str, make: Callable[[nn.Linear], Callable[[Tensor], Tensor]], rows: int, width: int) -> None:
+def check_linear(make: Callable[[nn.Linear], Callable[[Tensor], Tensor]], rows: int, width: int) -> None:
     """`nn.Linear`, without gradients."""
     torch.manual_seed(1)
     linear, x = nn.Linear(width, 512), torch.randn(rows, 1, width)
     with torch.no_grad():
         fast = make(linear)
         for _ in range(2):  # the first call may pack the weight
-            compare(copy.deepcopy(linear).double(), fast, [x], torch.float32, device)
+            compare(copy.deepcopy(linear).double(), fast, [x], torch.float32)
 
 
-def check_dropout(device: str, dtype: torch.dtype) -> None:
+def check_dropout(dtype: torch.dtype) -> None:
     """`F.dropout` with the elements that the same seed drops from ones."""
 
     def drop(x: Tensor) -> Tensor:
         torch.manual_seed(5)
         return Dropout(0.25).train()(x)
 
-    compare(lambda x: x * (drop(torch.ones_like(x)) != 0) / 0.75, drop, [torch.randn(30, 7)], dtype, device, 1)
+    compare(lambda x: x * (drop(torch.ones_like(x)) != 0) / 0.75, drop, [torch.randn(30, 7)], dtype, 1)
 
 
-def check_compiled_forward(device: str) -> None:
+def check_compiled_forward() -> None:
     """`Transformer.rows`, with gradients of all weights."""
     settings = NetworkSettings(num_layers=1, d_model=16, d_ff=24, num_heads=2, dropout=0.0)
     torch.manual_seed(3)
     network = Transformer(VOCABULARY, settings)
     weights = [weight.detach().clone() for weight in network.parameters()]
-    [batch] = packed([[(7, 9), (20, 34), (1, 1)]]).to(device).micro_batches
+    [batch] = packed([[(7, 9), (20, 34), (1, 1)]]).micro_batches
 
     def states(forward: Callable[[Transformer], Callable[..., Tensor]]) -> Callable[..., Tensor]:
         def compute(*values: Tensor) -> Tensor:
@@ -158,7 +149,7 @@ def check_compiled_forward(device: str) -> None:
     torch.compiler.reset()
 
 
-def check_search(device: str, case: int) -> None:
+def check_search(case: int) -> None:
     """`BeamSearch.beam`, for networks and sources whose best answers do not depend on rounding."""
     network, source, lengths = compiled_search.agreement_cases()[case]
     mask = torch.arange(source.size(1)) < torch.tensor(lengths).unsqueeze(1)
@@ -174,12 +165,6 @@ def _compiled_loss() -> LossFunctions:
     return load_compiled_loss().functions()
 
 
-def _triton_loss() -> LossFunctions:
-    from model.fast.triton_loss import TRITON_LOSS
-
-    return TRITON_LOSS
-
-
 def _projection(kind: Callable[..., nn.Module]) -> Callable[[nn.Linear], Callable[[Tensor], Tensor]]:
     return lambda linear: lambda x: kind(linear)(x, linear.weight.detach())
 
@@ -189,14 +174,6 @@ FAST_PATHS = {
     "loss in C++": FastPath(
         check_loss, [(_compiled_loss, dtype, count) for dtype in CPU_DTYPES for count in (2, 3, 16, 33, 50, 3000)]
     ),
-    "loss in Triton": FastPath(
-        check_loss,
-        [
-            *((_triton_loss, torch.float32, count) for count in (2, 20, 4096, 9001)),
-            *((_triton_loss, dtype, count) for dtype in (torch.float16, torch.bfloat16) for count in (20, 9001)),
-        ],
-        "triton",
-    ),
     "attention in C++": FastPath(
         check_attention,
         [
@@ -205,22 +182,6 @@ FAST_PATHS = {
             for kind in kernel_cases.KINDS
             for heads in ((2, 16, 48), (1, 64, 16), (3, 32, 32))
         ],
-    ),
-    "attention in Triton": FastPath(
-        check_attention,
-        [
-            ((2, 24, 40), torch.float32, "self"),
-            *(
-                (heads, dtype, kind)
-                for kind in ("causal", "cross")
-                for heads, dtype in (
-                    ((2, 5, 7), torch.float32),
-                    ((2, 64, 64), torch.float16),
-                    ((1, 128, 128), torch.bfloat16),
-                )
-            ),
-        ],
-        "triton",
     ),
     "linear layers with packed weights": FastPath(
         check_linear,
@@ -240,11 +201,10 @@ FAST_PATHS = {
 """The fast paths of `model/fast/`."""
 
 
-def cases(*needs: str) -> list[object]:
+def cases() -> list[object]:
     """Return the rows' cases as parameters `check` and `case` of a test."""
     return [
         pytest.param(path.check, case, id=f"{name} {number}")
         for name, path in FAST_PATHS.items()
-        if path.needs in needs
         for number, case in enumerate(path.cases)
     ]

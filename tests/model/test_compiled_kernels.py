@@ -36,7 +36,7 @@ def test_attention_does_not_depend_on_threads(
 ) -> None:
     """EDGES has enough tokens for several threads, CROSS for one only."""
     for sentences in (EDGES, CROSS):
-        tensors = inputs(HEADS, sentences, "cross", dtype, "cpu")
+        tensors = inputs(HEADS, sentences, "cross", dtype)
         found = []
         for num_threads in (1, 5, 64):
             monkeypatch.setattr(torch, "get_num_threads", lambda number=num_threads: number)
@@ -53,7 +53,7 @@ def test_a_number_that_is_not_finite_reaches_the_result_of_attention(
 ) -> None:
     """So that the step is skipped. Also at the ends of a sentence, which is the second of three."""
     sentences = Sentences([5, 40, 6], [5, 40, 6])
-    [projected] = inputs(HEADS, sentences, "self", dtype, "cpu")
+    [projected] = inputs(HEADS, sentences, "self", dtype)
     with torch.no_grad():
         projected[5 + row, 7] = value  # of a query
     result = run_attention(attention.attention(), HEADS, sentences, "self", [projected])
@@ -120,7 +120,7 @@ def test_a_logit_that_is_not_finite_reaches_loss_and_gradient(
 
 
 def test_copies_and_pickles(attention: CompiledAttention, loss: CompiledLoss) -> None:
-    tensors = inputs(HEADS, CROSS, "cross", torch.float32, "cpu")
+    tensors = inputs(HEADS, CROSS, "cross", torch.float32)
     wanted = results(attention, tensors, CROSS, "cross")
     for duplicate in (copy.deepcopy, lambda program: pickle.loads(pickle.dumps(program))):  # noqa: S301
         assert torch.equal(results(duplicate(attention), tensors, CROSS, "cross")[0], wanted[0])

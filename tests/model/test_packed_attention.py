@@ -43,7 +43,7 @@ def sentences_of(lengths: Lengths, kind: str) -> Sentences:
 
 
 def inputs_of(lengths: Lengths, kind: str, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    return inputs(HEADS, sentences_of(lengths, kind), kind, dtype, "cpu")
+    return inputs(HEADS, sentences_of(lengths, kind), kind, dtype)
 
 
 def plain(tensors: list[Tensor], segments: Segments, dropout: float = 0.0) -> Tensor:
@@ -54,9 +54,8 @@ def plain(tensors: list[Tensor], segments: Segments, dropout: float = 0.0) -> Te
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_attention_of_one_sentence_at_a_time(lengths: Lengths, kind: str) -> None:
     segments = segments_of(lengths, kind)
-    check_attention(
-        HEADS, sentences_of(lengths, kind), kind, torch.float64, "cpu", compute=lambda tensors: plain(tensors, segments)
-    )
+    sentences = sentences_of(lengths, kind)
+    check_attention(HEADS, sentences, kind, torch.float64, lambda tensors: plain(tensors, segments))
 
 
 def kept_weights(lengths: Lengths, kind: str, probability: float, seed: int) -> Tensor:
@@ -83,7 +82,7 @@ def test_dropout(kind: str) -> None:
         return result
 
     kept = kept_weights(RAGGED, kind, 0.75, seed=5)
-    check_attention(HEADS, sentences_of(RAGGED, kind), kind, torch.float64, "cpu", kept, compute=dropped)
+    check_attention(HEADS, sentences_of(RAGGED, kind), kind, torch.float64, dropped, kept)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("causal", torch.bfloat16), ("cross", torch.float16)])

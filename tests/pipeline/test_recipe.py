@@ -13,7 +13,7 @@ from data_module.errors import InputError
 from data_module.files import PlainValues
 from data_module.settings import CorpusSettings, TextSource
 from pipeline.commands.recipe import recipe_paths
-from pipeline.config.recipe import Recipe, load_recipe, recipe_from_dict
+from pipeline.config.recipe import Recipe, load_recipe, recipe_from_dict, stored_settings
 from pipeline.config.settings import TRAINER_KEYS, RunSettings
 
 MINIMAL = """\
@@ -363,15 +363,28 @@ def test_mistakes_in_a_dictionary() -> None:
         assert str(caught.value).startswith(said)
 
 
-@pytest.mark.parametrize(("value", "warns"), [("null", False), ("false", False), ("true", True)])
-def test_keys_of_version_1_0_that_have_no_effect(
-    value: str, warns: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("key", "value", "warning"),
+    [
+        ("cuda_graphs", "null", None),
+        ("cuda_graphs", "false", None),
+        ("cuda_graphs", "true", "run.cuda_graphs has no effect since version 1.1: steps run kernel by kernel; remove "),
+        ("kernels", "triton", "run.kernels triton has no effect since version 1.2: PyTorch's kernels train on a GPU, "),
+    ],
+)
+def test_keys_and_values_that_have_no_effect_any_more(
+    key: str, value: str, warning: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They are accepted, typed or stored, and change no recipe; asking for something is answered once."""
     plain = load_recipe([write(tmp_path, MINIMAL)])
-    path = write(tmp_path, f"{MINIMAL}run:\n  cuda_graphs: {value}\n")
+    path = write(tmp_path, f"{MINIMAL}run:\n  {key}: {value}\n")
     for _ in range(2):
         assert load_recipe([path]).as_dict() == plain.as_dict()
-    warning = f"warning: {path}:6: run.cuda_graphs has no effect since version 1.1: steps run kernel by kernel; remove "
-    assert [line.startswith(warning) for line in capsys.readouterr().err.splitlines()] == [True] * warns
-    assert load_recipe([path], ["--run.cuda_graphs", value]).as_dict() == plain.as_dict()
+    said = capsys.readouterr().err.splitlines()
+    assert [line.startswith(f"warning: {path}:6: {warning}") for line in said] == [True] * (warning is not None)
+    assert load_recipe([path], [f"--run.{key}", value]).as_dict() == plain.as_dict()
+    capsys.readouterr()
+    stored = plain.as_dict()
+    stored["run"] |= {key: yaml.safe_load(value)}
+    assert stored_settings(stored, Recipe, "", exact=True) == plain
+    assert (stored["run"][key], capsys.readouterr().err) == (yaml.safe_load(value), "")

@@ -134,7 +134,7 @@ ONLY_DOCTOR_REFUSES = [
     "corpus.noise: {lower_case: 0.6, upper_case: 0.6}",
     "extends: no_such_recipe.yaml",
 ]
-ONLY_THE_SCHEMA_REFUSES = ["network.num_layers: '6'", "training.adam_epsilon: '0.1'"]
+ONLY_THE_SCHEMA_REFUSES = ["network.num_layers: '6'", "training.adam_epsilon: '0.1'", "run.kernels: triton"]
 TABLE = [
     *((case, (True, True)) for case in RIGHT),
     *((case, (False, False)) for case in WRONG),

@@ -163,7 +163,6 @@ MISTAKES: dict[str, tuple[Callable[[Place], None], str]] = {
     "no steps": (trainer(max_steps=-1), "trainer.max_steps -1 is not a number of steps; give 1 or more"),
     "half an interval": (trainer(val_check_interval=0.5), "trainer.val_check_interval must be a whole number, not 0.5"),
     "no duration": (trainer(max_time="45"), "trainer.max_time 45 is not a duration; give days:hours:minutes:seconds"),
-    "triton": (settings(run__kernels="triton"), "cannot run: they need a GPU; set it to null to train with the compil"),
     "a metric": (settings(run__best_by="exact_mach"), "run.best_by 'exact_mach' is not registered; did you mean"),
     "no such optimizer": (settings(training__optimizer="own"), "training.optimizer own: it finds no projection in thi"),
     "no warm-up": (
