@@ -1,8 +1,9 @@
 """Translate sentences: one output line for each input line, in order; an empty line stays empty.
 
-Reads --source or standard input. Standard error names the checkpoint that was chosen from a run folder. At the end it
-reports the number of lines with each defect, and the first three of them: lines that were not UTF-8, were cut, lack a
-prefix, have U+2581, or have characters or pieces that training never saw.
+Reads --source or standard input; a pipe is read in chunks of 2,048 lines, unless --interactive is given. Standard error
+names the checkpoint that was chosen from a run folder. At the end it reports the number of lines with each defect, and
+the first three of them: lines that were not UTF-8, were cut, lack a prefix, have U+2581, or have characters or pieces
+that training never saw.
 
 With --n-best, up to N translations are printed for a line, best first, each after the line's number and a tab. With
 --scores, each translation follows its score (log-probability divided by the length penalty) and a tab. With --sample,
@@ -53,6 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--scores", action="store_true", help="print the score of each translation")
     parser.add_argument(
+        "--interactive",
+        action="store_true",
+        help="translate each line as soon as it is read, as in a terminal, for a program that waits for each answer",
+    )
+    parser.add_argument(
         "--output",
         type=user_path,
         help="write the translations of --source to this file; the same command, stopped and run again, or run by "
@@ -72,6 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
     options = replace(SearchOptions.given(arguments), n_best=n_best, sampling=given_sampling(arguments))
     if arguments.output and not arguments.source:
         raise InputError("--output: needs --source; without it, redirect standard output (> FILE)")
+    for option, given in (("--output", arguments.output), ("--devices", arguments.devices > 1)):
+        if arguments.interactive and given:
+            raise InputError(f"{option}: is for whole texts; omit it, or --interactive, which answers line by line")
     if arguments.shard_lines is not None and not arguments.output:
         raise InputError("--shard-lines: is for --output; add that, or omit it")
     if arguments.target_prefixes is not None:

@@ -22,7 +22,9 @@ from pipeline.inference.shards import Shards, Task
 from pipeline.inference.text_io import CHUNK, SentenceWarnings, count_lines, require_target_prefixes, sentences
 from pipeline.inference.translator import Translator
 
-_NOT_IN_TRANSLATIONS = {"checkpoint", "source", "output", "shard_lines", "devices", "overrides", "target_prefixes"}
+_NOT_IN_TRANSLATIONS = {"checkpoint", "source", "output", "shard_lines", "devices", "overrides", "target_prefixes"} | {
+    "interactive"
+}
 """Arguments that do not change translations, or that name files whose contents are compared."""
 
 
@@ -37,7 +39,7 @@ def translate_text(arguments: argparse.Namespace, options: SearchOptions, stream
             run_on_devices(partial(_translate_shards, arguments, options, _task(arguments)), devices)
         elif len(devices) == 1 or stream.isatty():
             # A user who types sentences needs each translation at once.
-            _print_translations(arguments, options, stream, 1 if stream.isatty() else CHUNK)
+            _print_translations(arguments, options, stream, 1 if stream.isatty() or arguments.interactive else CHUNK)
         else:
             _print_shards(arguments, options, stream, devices)
     except ChildProcessError as error:

@@ -5,8 +5,10 @@ import json
 import os
 import random
 import re
+import sys
 from collections.abc import Iterator
-from io import BytesIO
+from contextlib import redirect_stdout
+from io import BytesIO, StringIO
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -15,6 +17,7 @@ import pytest
 import pipeline as pipeline_api
 from data_module.text_files import progress_bar
 from model.sampling import Sampling
+from pipeline.__main__ import main
 from pipeline.inference.options import SearchOptions
 from pipeline.inference.text_io import CHUNK, count_lines, read_sentences, sentences
 from pipeline.inference.translator import Hypothesis, Translation, Translator
@@ -106,6 +109,57 @@ def test_n_best_with_scores(trained_run: Path, tmp_path: Path) -> None:
     best = translate()
     assert best == [rows[place][1:] for place in (0, 3, 4)]
     assert float(translate("--length-penalty", "0")[0][0]) < float(best[0][0])
+
+
+class Asker(StringIO):
+    """Standard output of a program that waits for the answer to a line before it writes the next line to a pipe."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__()
+        self.read_end, self._write_end = os.pipe()
+        self._lines = iter(lines)
+        self.answers: list[str] = []
+        self.flush()
+
+    def flush(self) -> None:
+        if self.getvalue() or not hasattr(self, "asked"):
+            self.asked = True
+            self.answers.append(self.getvalue())
+            self.seek(self.truncate(0))
+            if (line := next(self._lines, None)) is None:
+                os.close(self._write_end)
+            else:
+                os.write(self._write_end, f"{line}\n".encode())
+
+
+@pytest.mark.timeout(60)  # It would wait for ever.
+@pytest.mark.parametrize("is_named", [False, True])
+@pytest.mark.parametrize("options", [("--n-best", 2, "--scores"), ("--sample",), ("--target-prefixes",)], ids=str)
+def test_a_program_gets_each_answer_before_it_writes_the_next_line(
+    trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[object, ...], is_named: bool
+) -> None:
+    lines = ["the dog sees a cat", "", "a red house"]
+    (tmp_path / "text").write_text("".join(f"{line}\n" for line in lines))
+    if options == ("--target-prefixes",):
+        (tmp_path / "prefixes").write_text("a\n\nthe\n")
+        options = (*options, tmp_path / "prefixes")
+    expected, _ = run_here("translate", trained_run, *options, "--source", tmp_path / "text")
+    asker = Asker(lines)
+    words = ["translate", trained_run, "--interactive", *options]
+    with os.fdopen(asker.read_end) as stdin, redirect_stdout(asker):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        words += ["--source", f"/dev/fd/{asker.read_end}"] * is_named
+        assert main(list(map(str, words))) == 0
+    assert len(asker.answers) == 1 + len(lines)
+    assert "".join(asker.answers) == expected
+
+
+@pytest.mark.parametrize("options", [("--devices", 2), ("--source", __file__, "--output", "new")], ids=str)
+def test_answers_to_each_line_are_for_one_process_and_standard_output(
+    trained_run: Path, options: tuple[object, ...]
+) -> None:
+    line = refusal("translate", trained_run, "--interactive", *options)
+    assert re.match("error: --(devices|output): is for whole texts; omit it, or --interactive", line)
 
 
 def test_search_options_reach_the_search(trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
