@@ -20,6 +20,8 @@ from model.settings import NetworkSettings
 from pipeline.export.huggingface_model import BIAS, SHARED, from_marian, marian_shapes
 
 CONFIG, VOCABULARY = "config.json", "vocab.json"
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""Files of weights; one that is in parts has an index of them in its place."""
 _UNKNOWN = "<unk>"
 _ACTIVATIONS = {"relu": "relu", "swish": "swish", "silu": "swish"}
 """Name of an activation in the configuration -> in `NetworkSettings`."""
@@ -210,14 +212,37 @@ def _network_weights(folder: Path, config: PlainValues, vocabulary: _Vocabulary)
 
 
 def _read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
-    """Return the file and its tensors; no code in it is executed."""
-    path, older = folder / "model.safetensors", folder / "pytorch_model.bin"
-    if not path.is_file() and older.is_file():
-        path = older
-    if not path.is_file():
-        raise InputError(f"{path}: is missing, and so is {older.name}; copy the model's folder again")
+    """Return the file with the weights, or the index of such files, and the tensors; no code in it is executed."""
+    for name in _WEIGHTS:
+        if (path := folder / name).is_file():
+            return path, _read_tensors(path)
+        if (path := folder / f"{name}.index.json").is_file():
+            return path, _read_shards(path)
+    first, older = _WEIGHTS
+    raise InputError(f"{folder / first}: is missing, and so is {older}; copy the model's folder again")
+
+
+def _read_shards(index: Path) -> dict[str, Tensor]:
+    """Return the tensors of all files that an index names."""
+    places = _read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(
+        isinstance(one, str) and Path(one).name == one for one in places.values()
+    ):
+        raise InputError(f"{index}: its weight_map must name files of this folder; copy the model's folder again")
+    shards = {name: _read_tensors(index.with_name(name)) for name in sorted(set(places.values()))}
+    wrong = [f"{tensor} is not in {name}" for tensor, name in places.items() if tensor not in shards[name]]
+    weights: dict[str, Tensor] = {}
+    for name, tensors in shards.items():
+        wrong += [f"{tensor} is in {name} and in a file before it" for tensor in tensors if tensor in weights]
+        weights |= tensors
+    if wrong:
+        raise InputError(f"{index}: does not match its files: {first_of(wrong)}; copy the model's folder again")
+    return weights
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
-        if path is older:
+        if path.suffix == ".bin":
             weights = torch.load(path, map_location="cpu", weights_only=True)
         else:
             from safetensors.torch import load_file  # an optional package
@@ -225,10 +250,12 @@ def _read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
             weights = load_file(path)
     except ImportError:
         raise InputError(f"safetensors is not installed; run: {install('huggingface')}") from None
+    except FileNotFoundError:
+        raise InputError(f"{path}: is missing; copy the model's folder again") from None
     except Exception:  # Of many types, for a damaged file or one with more than tensors, which is refused below.
         weights = None
     if not isinstance(weights, dict) or not all(isinstance(weight, torch.Tensor) for weight in weights.values()):
         raise InputError(
             f"{path}: cannot be read as weights: it is damaged or holds more; copy the model's folder again"
         )
-    return path, weights
+    return weights

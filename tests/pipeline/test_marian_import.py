@@ -117,7 +117,7 @@ def test_training_text_with_noise(marian: Path, tmp_path: Path) -> None:
             assert corpus.target[i].tolist() == tokenizer.target.encode([target.lower()])[0].tolist()
 
 
-@pytest.mark.parametrize("kind", ["bin", "half", "positions", "no bias"])
+@pytest.mark.parametrize("kind", ["bin", "half", "positions", "no bias", "shards", "shards of bin"])
 def test_other_ways_to_store_the_weights(marian: Path, tmp_path: Path, kind: str) -> None:
     folder = shutil.copytree(marian, tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
@@ -127,6 +127,8 @@ def test_other_ways_to_store_the_weights(marian: Path, tmp_path: Path, kind: str
         for name in ("model.encoder.embed_tokens.weight", "lm_head.weight"):
             weights[name] = weights["model.shared.weight"]
         torch.save(weights, folder / "pytorch_model.bin")
+    elif kind.startswith("shards"):
+        split(folder, kind.endswith("bin"))
     elif kind == "half":
         save_file({name: one.half() for name, one in weights.items()}, folder / "model.safetensors")
         expected = {name: one if name == "projection.bias" else one.half().float() for name, one in expected.items()}
@@ -182,6 +184,31 @@ def overwrite(name: str, data: bytes) -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_bytes(data) and None
 
 
+def split(folder: Path, is_pickled: bool = False) -> None:
+    """Divide the weights among three files, as `save_pretrained(max_shard_size=...)` does."""
+    name, suffix = ("pytorch_model", "bin") if is_pickled else ("model", "safetensors")
+    weights = load_file(folder / "model.safetensors")
+    places = {tensor: f"{name}-{place % 3 + 1:05}-of-00003.{suffix}" for place, tensor in enumerate(sorted(weights))}
+    for file in set(places.values()):
+        part = {tensor: weights[tensor] for tensor in weights if places[tensor] == file}
+        torch.save(part, folder / file) if is_pickled else save_file(part, folder / file)
+    (folder / "model.safetensors").unlink()
+    (folder / f"{name}.{suffix}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def in_shards(change: Callable[[Path], None]) -> Callable[[Path], None]:
+    return lambda folder: split(folder) or change(folder)
+
+
+def copy_shard(folder: Path) -> None:
+    shutil.copy(folder / "model-00001-of-00003.safetensors", folder / "model-00002-of-00003.safetensors")
+
+
+def twice(folder: Path) -> None:
+    first, last = (folder / f"model-0000{number}-of-00003.safetensors" for number in (1, 3))
+    save_file(load_file(last) | load_file(first), last)
+
+
 def remove(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
 
@@ -196,6 +223,7 @@ def write_pickle(folder: Path) -> None:
     torch.save({"model.shared.weight": Harmful()}, folder / "pytorch_model.bin")
 
 
+INDEX = "model.safetensors.index.json"
 FC1 = "model__decoder__layers__0__fc1__weight"
 WRONG: list[tuple[Callable[[Path], None], str]] = [
     (change_json("config.json", model_type="bart"), r'config\.json: model_type is "bart", not "marian"'),
@@ -237,6 +265,14 @@ WRONG: list[tuple[Callable[[Path], None], str]] = [
     (remove("vocab.json"), r"vocab\.json: cannot be read \(No such file or directory\)"),
     (remove("target.spm"), r"target\.spm: cannot be read"),
     (remove("model.safetensors"), r"model\.safetensors: is missing, and so is pytorch_model\.bin"),
+    (in_shards(remove("model-00002-of-00003.safetensors")), r"model-00002-of-00003\.safetensors: is missing; copy"),
+    (in_shards(overwrite("model-00002-of-00003.safetensors", b"text")), "model-00002.* cannot be read as weights"),
+    (in_shards(copy_shard), r"index\.json: does not match its files: model\.\S+ is not in model-00002.*; and \d+ more"),
+    (in_shards(change_json(INDEX, weight_map={"a": "/etc/passwd"})), "weight_map must name files of this folder"),
+    (in_shards(change_json(INDEX, weight_map={"a": "../model/config.json"})), "weight_map must name files of this"),
+    (in_shards(change_json(INDEX, weight_map={"a": ".."})), r"/\.\.: cannot be read as weights"),
+    (in_shards(change_json(INDEX, weight_map=["a"])), "weight_map must name files of this folder"),
+    (in_shards(twice), "model-00003-of-00003.safetensors and in a file before it"),
     (write_pickle, r"pytorch_model\.bin: cannot be read as weights"),
 ]
 
