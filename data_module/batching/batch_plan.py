@@ -1,60 +1,41 @@
-"""Plan which pairs form each optimizer step, once per node, for all processes of the node.
+"""Plan which pairs form each optimizer step.
 
 A *global batch*, which is one optimizer step, is a random set of pairs. It depends only on (lengths, settings, seed,
-epoch), not on the number of ranks. Lengths include EOS.
-
-Plans are in a per-user folder of the node's temporary folder. The first process that needs one writes it whole; the
-others wait, then map the same pages. A process that has mapped a plan keeps it, even if the file is removed.
+epoch), not on the number of ranks, so each process that makes batches computes the plan itself. Lengths include EOS.
 """
 
-import hashlib
-import logging
-import os
-import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_module.corpus.store import ParallelCorpus, lengths_with_eos
-from data_module.files import FileLock, atomic_file, private_folder, remove_temporary_files
 
-log = logging.getLogger(__name__)
-
-KEPT_PLANS = 4
-"""How many plans a user's folder keeps, the newest. A process that needs a removed one makes it again."""
-_CODE = Path(__file__).read_bytes()
-"""This file, part of what names a plan. It is read at import, because it may change or disappear during a run."""
-_WINDOW_BATCHES = 256
+_WINDOW_BATCHES = 64
 """The number of batches, about, that are cut at a time, so that memory does not grow with the corpus."""
 
 
 class EpochPlan:
-    """The global batches of one epoch: `len(plan)` of them; `plan[i]` are the indices of its pairs.
+    """The global batches of one epoch: `len(plan)` of them; `plan[i]` are the indices of its pairs."""
 
-    The plan is a view of one flat array, which may be in memory or in a file that processes share.
-    """
+    def __init__(self, order: NDArray[np.uint32], starts: Sequence[int], target_tokens: Sequence[int]) -> None:
+        """Create a plan from the pairs in order, where each batch begins, then the end, and each one's target tokens.
 
-    def __init__(self, numbers: NDArray[np.uint32]) -> None:
-        """Create a plan from a flat array: number of batches, where each begins, the end, target tokens, the pairs."""
-        self.numbers = numbers
-        num_batches = int(numbers[0])
-        parts = np.split(numbers, np.cumsum([1, num_batches + 1, num_batches]))[1:]
-        self._starts, self._target_tokens, self._order = parts
+        A pair takes 4 bytes for as long as the plan is kept.
+        """
+        self._order, self._starts, self._target_tokens = order, starts, target_tokens
 
     def __len__(self) -> int:
         return len(self._target_tokens)
 
     def __getitem__(self, index: int) -> NDArray[np.uint32]:
         """Return the indices [pairs] of a global batch's pairs in the corpus."""
-        return self._order[int(self._starts[index]) : int(self._starts[index + 1])]
+        return self._order[self._starts[index] : self._starts[index + 1]]
 
     def target_tokens(self, index: int) -> int:
         """Return the number of target tokens of a global batch, including EOS."""
-        return int(self._target_tokens[index])
+        return self._target_tokens[index]
 
 
 def plan_epoch(
@@ -97,9 +78,7 @@ def plan_epoch(
     random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
     order = np.arange(len(source_lengths), dtype=np.uint32) if pairs is None else pairs.astype(np.uint32)
     random.shuffle(order)
-    starts, target_tokens = _cut(order, source_lengths, target_lengths, batch_tokens)
-    parts = ([len(target_tokens)], starts, target_tokens)
-    return EpochPlan(np.concatenate([*(np.asarray(part, dtype=np.uint32) for part in parts), order]))
+    return EpochPlan(order, *_cut(order, source_lengths, target_lengths, batch_tokens))
 
 
 def _cut(
@@ -194,53 +173,9 @@ class Epochs:
         self._settings = {"batch_tokens": batch_tokens, "seed": seed}
         self._weights = weights
 
-    def corpus(self, epoch: int) -> ParallelCorpus:
-        """Return the variant of the corpus that an epoch trains on."""
-        return self._variants[epoch % len(self._variants)]
-
     def get(self, epoch: int) -> Epoch:
         """Return an epoch; raise ValueError as `plan_epoch` does."""
-        # The name is a hash of all that the plan depends on: no process maps a plan of other code or another corpus.
-        settings = (sorted(self._settings.items()), self._weights)
-        key = repr((self.corpus(epoch).identity, settings, epoch, np.__version__))
-        name = hashlib.sha256(_CODE + key.encode()).hexdigest()[:32]
-        try:
-            folder = private_folder(Path(tempfile.gettempdir(), f"epoch-plans-{os.geteuid()}"))
-            plan = shared_plan(folder, name, lambda: self.compute(epoch))
-        except OSError as error:
-            log.warning("this node's processes cannot share epoch plans (%s); each process computes its own", error)
-            plan = self.compute(epoch)
-        return Epoch(self.corpus(epoch), plan)
-
-    def compute(self, epoch: int) -> EpochPlan:
-        """Return the plan of an epoch in this process's own memory."""
-        corpus = self.corpus(epoch)
+        corpus = self._variants[epoch % len(self._variants)]
         pairs = epoch_pairs(*self._weights, self._settings["seed"], epoch)
         source, target = lengths_with_eos(corpus.source), lengths_with_eos(corpus.target)
-        return plan_epoch(source, target, **self._settings, epoch=epoch, pairs=pairs)
-
-
-def shared_plan(folder: Path, name: str, make: Callable[[], EpochPlan]) -> EpochPlan:
-    """Map the plan of this name in the folder. If it does not exist, one of the calling processes makes it.
-
-    Raises OSError if the folder cannot be read or written.
-    """
-    path = folder / f"{name}.plan"
-    with suppress(FileNotFoundError):  # Then it is computed below.
-        return _map_plan(path)
-    with FileLock(folder / "lock") as lock:
-        lock.take(wait=True)
-        # Another process may have written it while this one waited for the lock.
-        if not path.exists():
-            remove_temporary_files(folder, "*.plan")
-            by_age = sorted(folder.glob("*.plan"), key=lambda plan: plan.stat().st_mtime_ns, reverse=True)
-            for unused in by_age[KEPT_PLANS - 1 :]:
-                unused.unlink()
-            with atomic_file(path) as file:
-                file.write(make().numbers.data)
-        return _map_plan(path)
-
-
-def _map_plan(path: Path) -> EpochPlan:
-    # A plain array of the same memory, because indexing np.memmap is several times slower.
-    return EpochPlan(np.asarray(np.memmap(path, dtype=np.uint32, mode="r")))
+        return Epoch(corpus, plan_epoch(source, target, **self._settings, epoch=epoch, pairs=pairs))

@@ -40,7 +40,7 @@ class RankBatchDataset(Dataset[RankBatch]):
     """One rank's part of every global batch from a given position on, epoch after epoch.
 
     All work is done in `__getitem__`, in a worker process if there are any; the training process only receives tensors.
-    Corpus and plan are memory-mapped, so that processes share their pages.
+    The corpus is memory-mapped, so that processes share its pages; each process plans its epochs itself.
     """
 
     def __init__(self, epochs: Epochs, special: SpecialIds, *, rank: int, world_size: int, shape: RowShape) -> None:
@@ -62,6 +62,7 @@ class RankBatchDataset(Dataset[RankBatch]):
         while item - self._first_item >= len(self._current.plan):
             self._first_item += len(self._current.plan)
             self._epoch += 1
+            self._current = None  # Else two plans would be in memory at once.
             self._current = self._epochs.get(self._epoch)
         corpus, plan = self._current
         index = item - self._first_item

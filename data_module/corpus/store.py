@@ -4,7 +4,6 @@ A store consists of three .npy files: all token ids in one flat array, the offse
 lengths. Opening a store reads no tokens. The processes of a node share its pages.
 """
 
-import hashlib
 import logging
 import threading
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data_module.corpus.manifest import MANIFEST_NAME, Split, TokenCounts, read_manifest
+from data_module.corpus.manifest import Split, TokenCounts, read_manifest
 from data_module.errors import PROGRAM, InputError
 from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
 
@@ -199,8 +198,6 @@ class ParallelCorpus:
 
     source: TokenStore
     target: TokenStore
-    identity: str
-    """A hash of the split's name and the manifest: corpora of other texts or settings have other hashes."""
     longest: int
     """Number of tokens of the longest sentence of either side."""
 
@@ -247,7 +244,6 @@ def open_corpus(folder: Path, split: Split, variant: int = 0) -> ParallelCorpus:
     return ParallelCorpus(
         TokenStore(store_prefix(folder, split, "source", variant)),
         TokenStore(store_prefix(folder, split, "target", variant)),
-        identity=hashlib.sha256(f"{split} {variant} ".encode() + (folder / MANIFEST_NAME).read_bytes()).hexdigest(),
         longest=max(counts["longest_source"], counts["longest_target"]),
     )
 

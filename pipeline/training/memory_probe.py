@@ -170,5 +170,5 @@ def _longest_sentences(data: TranslationDataModule, shape: RowShape, divisor: in
         SimpleNamespace(lengths=np.full(count, min(length, row // count) - 1), offsets=np.zeros(count), tokens=ids)
         for row in rows
     ]
-    corpus = ParallelCorpus(sides[0], sides[1], identity="", longest=length - 1)
+    corpus = ParallelCorpus(sides[0], sides[1], longest=length - 1)
     return collate(corpus, [np.arange(count)], data.special, shape, num_target_tokens=count * length)

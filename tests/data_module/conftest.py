@@ -4,7 +4,6 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,12 +39,6 @@ def settings(tmp_path: Path) -> CorpusSettings:
     train = write_pairs(tmp_path, "train", pairs_of_text(400, 1))
     validation = write_pairs(tmp_path, "validation", pairs_of_text(20, 2))
     return CorpusSettings(str(tmp_path / "corpus"), [train], [validation], vocabulary_size=60)
-
-
-@pytest.fixture
-def own_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the plans of epochs, which the processes of a node share, in the test's folder."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 def made(settings: CorpusSettings, **options: object) -> Manifest:

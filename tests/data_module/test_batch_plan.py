@@ -1,6 +1,8 @@
 """Epoch plans: every pair once, random batches within the limits and full."""
 
 import doctest
+import tracemalloc
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -9,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_module.batching import batch_plan, rank_rows
-from data_module.batching.batch_plan import plan_epoch
+from data_module.batching.batch_plan import Epochs, plan_epoch
+from data_module.corpus.store import open_corpus
 
 BATCH = 2000
 
@@ -79,6 +82,33 @@ def test_the_window_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan() == expected
 
 
+def test_memory_is_that_of_the_plan_and_a_window() -> None:
+    source, target = lengths(pairs=300_000)
+    tracemalloc.start()
+    try:
+        built = plan_epoch(source, target, batch_tokens=BATCH, seed=1, epoch=0)
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(built) > 2000
+    assert kept < 6 * len(source)  # 4 bytes a pair, and a few numbers for each batch
+    assert peak < 8 * len(source)  # running sums of all pairs would take 16 bytes a pair
+
+
+def test_every_setting_is_used(tiny_corpus: Path) -> None:
+    settings, first = {"batch_tokens": 400, "seed": 1}, set()
+    weights = [{"weights": ((100, 200), of_sources)} for of_sources in ((1.0, 2.0), (2.0, 1.0))]
+    changes = ({}, {"seed": 2}, {"batch_tokens": 300}, *weights)
+    for change in changes:
+        for epoch in (0, 1):
+            epochs = Epochs([open_corpus(tiny_corpus, "train")], **{**settings, **change})
+            built, again = epochs.get(epoch).plan, epochs.get(epoch).plan
+            batches = [built[i].tolist() for i in range(len(built))]
+            assert batches == [again[i].tolist() for i in range(len(again))]
+            first.add(str(batches))
+    assert len(first) == 2 * len(changes)
+
+
 def test_a_sentence_that_is_longer_than_a_batch() -> None:
     for source, target in (([BATCH + 1], [5]), ([5], [BATCH + 1])):
         with pytest.raises(ValueError, match=f"a pair of {BATCH + 1} tokens does not fit"):
@@ -99,8 +129,8 @@ def test_any_corpus_and_settings(data: st.DataObject) -> None:
     batch_tokens = data.draw(st.integers(int(max(source.max(), target.max())), 1000))
     seed, epoch = data.draw(st.integers(0, 2**32)), data.draw(st.integers(0, 1000))
     built = plan_epoch(source, target, batch_tokens=batch_tokens, seed=seed, epoch=epoch)
-    assert built.numbers.dtype == np.uint32
     batches = [built[i] for i in range(len(built))]
+    assert batches[0].dtype == np.uint32
     assert sorted(pair for batch in batches for pair in batch.tolist()) == list(range(len(pairs)))
     for index, batch in enumerate(batches):
         assert 0 < source[batch].sum() <= batch_tokens

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import time
+import weakref
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from torch.utils.data._utils.signal_handling import _set_worker_signal_handlers
 
 from data_module.batching import stateful_loader
 from data_module.batching.batch import RankBatch, SpecialIds
-from data_module.batching.batch_plan import Epochs
+from data_module.batching.batch_plan import Epoch, EpochPlan, Epochs
 from data_module.batching.rank_rows import row_shape
 from data_module.batching.stateful_loader import RankBatchDataset, StatefulLoader
 from data_module.corpus.store import open_corpus
@@ -90,6 +91,21 @@ def test_without_a_position_a_dataset_begins_at_the_first_batch(tiny_corpus: Pat
     first = dataset(tiny_corpus, plans)[0]
     assert isinstance(first, RankBatch)
     assert (first.epoch, first.index) == (0, 0)
+
+
+def test_a_plan_is_gone_before_the_next_one_is_made(tiny_corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[EpochPlan]] = []
+    get = Epochs.get
+
+    def record(self: Epochs, epoch: int) -> Epoch:
+        assert not [plan for plan in made if plan()]
+        found = get(self, epoch)
+        made.append(weakref.ref(found.plan))
+        return found
+
+    monkeypatch.setattr(Epochs, "get", record)
+    list(islice(loader(tiny_corpus), 40))
+    assert len(made) > 1
 
 
 def test_epochs_differ_and_contain_every_pair(tiny_corpus: Path) -> None:

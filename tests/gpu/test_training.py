@@ -69,7 +69,7 @@ def corpus_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         with TokenStoreWriter(tmp_path / f"train.{side}", np.dtype(np.uint16)) as store:
             store.append_flat(draws.integers(3, VOCABULARY, of_side.sum()), of_side)
     stores = [TokenStore(tmp_path / f"train.{side}") for side in ("source", "target")]
-    corpus = ParallelCorpus(*stores, identity=str(tmp_path), longest=int(lengths.max()))
+    corpus = ParallelCorpus(*stores, longest=int(lengths.max()))
     monkeypatch.setattr("data_module.translation_data_module.open_variants", lambda _: [corpus])
     monkeypatch.setattr("data_module.translation_data_module.open_corpus", lambda *_: corpus)
     return tmp_path

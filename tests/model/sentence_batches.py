@@ -76,7 +76,7 @@ def packed(micro_batches: list[Lengths], shape: RowShape | None = None, **option
         lengths = np.array([len(row) for row in rows], np.int64)
         tokens = np.array([token for row in rows for token in row], np.uint16)
         stores.append(SimpleNamespace(tokens=tokens, lengths=lengths, offsets=np.cumsum([0, *lengths])))
-    corpus = ParallelCorpus(*stores, identity="", longest=0)
+    corpus = ParallelCorpus(*stores, longest=0)
     rows, start = [], 0
     for one in micro_batches:
         rows.append(np.arange(start, start + len(one)))

@@ -50,7 +50,7 @@ def test_the_seed_is_that_of_initial_weights_dropout_and_the_order_of_pairs(reci
         assert module.seed == seed  # of dropout
         weights.append(torch.cat([weight.flatten() for weight in module.parameters()]))
         data = build_data(start.plan.recipe, start.tokenizer, Backend())
-        plans.append(data.epochs().compute(0).numbers.tolist())
+        plans.append(data.epochs().get(0).plan[0].tolist())
     for one, other, again in (plans, [weight.tolist() for weight in weights]):
         assert one != other
         assert other == again

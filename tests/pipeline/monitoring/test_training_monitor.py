@@ -73,7 +73,7 @@ def test_tokens_are_those_of_all_ranks_without_padding(
     # The time left is shown as soon as three steps have been timed, and again at the end.
     assert re.findall(r"training: step (\d) of 6: .*0:00:\d\d left\n", capsys.readouterr().err) == ["3", "6"]
 
-    epoch = Epochs([corpus], batch_tokens=400, seed=1).compute(0)
+    epoch = Epochs([corpus], batch_tokens=400, seed=1).get(0).plan
     shares = list(islice(loader(), steps))
     for line in logged:
         first, end = line["step"] - every, line["step"]
