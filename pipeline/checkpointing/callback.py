@@ -34,7 +34,7 @@ from pipeline.runtime.console import say
 from pipeline.runtime.step_clock import StepClock
 
 _COPY_SLACK = 1 << 20
-"""Bytes of a checkpoint's tensors beside weights, moments and tokenizer: step counts, and alignment to 64 bytes."""
+"""Bytes of a checkpoint's tensors beside weights, moments and tokenizer: step counts, and the allocator's headers."""
 
 
 class CheckpointCallback(Callback):
@@ -176,11 +176,11 @@ class CheckpointCallback(Callback):
         return {"best_score": self.best_score, "best_step": self._best_step, "temporary_step": self._temporary_step}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reserve the memory that checkpoints are copied to, before the memory of training is measured."""
+        """Plan the memory that checkpoints are copied to, which the measurement of training's memory then counts."""
         self._bytes = checkpoint_bytes(sum(one.nbytes for one in pl_module.parameters()), self._with_average)
         if trainer.is_global_zero:
             size = self._bytes + self._metadata["tokenizer"].nbytes + _COPY_SLACK
-            checkpoint_io(trainer).copy.reserve(size, trainer.num_devices)
+            checkpoint_io(trainer).copy.plan(size, trainer.num_devices)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the step that the run resumes from, and print how much disk and memory checkpoints need."""

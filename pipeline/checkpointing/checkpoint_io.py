@@ -1,14 +1,11 @@
 """Writes checkpoints in the background, from a copy in host memory."""
 
-import mmap
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
-import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import TorchCheckpointIO
@@ -21,21 +18,21 @@ from pipeline.runtime.memory import can_measure_peak, host_memory_limit, private
 
 
 class HostCopy:
-    """Host memory, reserved once, to which a checkpoint's tensors are copied until they are written."""
+    """Host memory to which a checkpoint's tensors are copied until they are written.
+
+    It is allocated at the first copy: loaders have been forked by then, and do not keep pages of earlier copies.
+    """
 
     def __init__(self) -> None:
-        self._memory = np.empty(0, dtype=np.uint8)
-        self._processes = 1
-        self.refusal = "no memory was reserved"
+        self.size = 0
+        """Bytes that are planned for the copy; 0 if there is no room."""
+        self.refusal = "no copy was planned"
         """Why there is no room for a copy."""
+        self._processes = 1
+        self._storages: list[torch.UntypedStorage] = []
 
-    @property
-    def size(self) -> int:
-        """Bytes reserved; 0 if there was no room."""
-        return self._memory.nbytes
-
-    def reserve(self, size: int, processes: int) -> None:
-        """Release the reserved memory, and reserve `size` bytes if there is room; `processes` share the node's."""
+    def plan(self, size: int, processes: int) -> None:
+        """Plan a copy of `size` bytes if there is room beside what this process has; `processes` share the node's."""
         self.release()
         self._processes = processes
         if not can_measure_peak():
@@ -44,38 +41,36 @@ class HostCopy:
         limit = host_memory_limit(processes)
         self.refusal = f"a copy of {size / 1e6:,.0f} MB does not fit, {limit.owner} has {limit.size / 1e6:,.0f} MB"
         if private_memory() + size <= limit.size:
-            memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            # Forked loader processes would otherwise keep the pages of earlier copies.
-            memory.madvise(mmap.MADV_DONTFORK)
-            self._memory = np.frombuffer(memory, dtype=np.uint8)
-            # Touch all pages now, so that the later measurement of micro-batches counts this memory as used.
-            self._memory.fill(0)
+            self.size = size
 
     def release(self) -> None:
-        """Give the memory back. No copy may be in use."""
-        self._memory = np.empty(0, dtype=np.uint8)
+        """Give the memory back and plan no copy. No copy may be in use."""
+        self.size, self._storages = 0, []
         release_freed_memory()
 
     def take(self, contents: PlainValues) -> PlainValues | None:
         """Return a copy of a checkpoint's contents, which is valid until the next call; None if there is no room.
 
-        An optimizer with more state than Adam needs more memory than was reserved, which is reserved here.
+        An optimizer with more state than Adam needs more memory than was planned, for which a new plan is made here.
         """
+        # Tensors that share memory, such as tied weights, share it in the copy and in the file.
+        tensors = list(_tensors(contents))
+        storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
+        sizes = [storage.nbytes() for storage in storages.values()]
+        if self.size and sum(sizes) > self.size:
+            self.plan(sum(sizes), self._processes)
         if not self.size:
             return None
-        tensors = list(_tensors(contents))
-        # Tensors that share memory, such as tied weights, share it in the copy and in the file.
-        storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
-        ends = dict(zip(storages, accumulate(_aligned(one.nbytes()) for one in storages.values()), strict=True))
-        needed = max(ends.values(), default=0)
-        if needed > self.size:
-            self.reserve(needed, self._processes)
-            if not self.size:
+        if [storage.nbytes() for storage in self._storages] != sizes:
+            self._storages.clear()
+            try:
+                self._storages += (torch.empty(size, dtype=torch.uint8).untyped_storage() for size in sizes)
+            except RuntimeError:  # PyTorch's error where the system gives a process no more memory
+                self.release()
+                self.refusal = f"this system gives no memory for a copy of {sum(sizes) / 1e6:,.0f} MB"
                 return None
-        copies = {}
+        copies = dict(zip(storages, self._storages, strict=True))
         for key, storage in storages.items():
-            start = ends[key] - _aligned(storage.nbytes())
-            copies[key] = torch.from_numpy(self._memory[start : start + storage.nbytes()]).untyped_storage()
             copies[key].copy_(storage)
         placed: dict[int, object] = {}
         for one in tensors:
@@ -93,11 +88,6 @@ def _tensors(value: object) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _aligned(size: int) -> int:
-    """Return the bytes to reserve for a tensor of this size, so that each tensor begins at a multiple of 64."""
-    return -(-size // 64) * 64
-
-
 @dataclass(frozen=True)
 class WriteOptions:
     """What to do besides writing a checkpoint; passed as Lightning's `storage_options`."""
@@ -111,7 +101,7 @@ class WriteOptions:
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Write Lightning's checkpoints under a temporary name, then rename them.
 
-    After `copy.reserve`, training waits only until the contents are copied to host memory; a thread then writes them.
+    After `copy.plan`, training waits only until the contents are copied to host memory; a thread then writes them.
     At most one write is in flight: the next one waits for it. Lightning calls this object on rank 0 only.
     """
 

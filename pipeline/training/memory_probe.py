@@ -38,9 +38,10 @@ _GB = 1e9
 class MemoryProbe(Callback):
     """Run the largest micro-batches forward and backward before the first step; end the run if they do not fit.
 
-    Gradients and Adam's moments are allocated during the probe; the memory to copy checkpoints to is allocated before.
-    On a CPU the latter is released if the micro-batches do not fit beside it. Weights, moments, random states and the
-    position in the data are unchanged afterwards. On a CPU the process then keeps to the reported amount of memory.
+    Gradients and Adam's moments are allocated during the probe; the memory to copy checkpoints to, which is allocated
+    later, is counted. On a CPU there is no such copy if the micro-batches do not fit beside it. Weights, moments,
+    random states and the position in the data are unchanged afterwards. On a CPU the process then keeps to the reported
+    amount of memory.
 
     If the network is compiled, all micro-batches have the shape of the probe's. The probe runs the compiled code, so
     that all ranks compile at the same time, and nothing is compiled in a training step.
@@ -69,7 +70,7 @@ class MemoryProbe(Callback):
         pl_module.zero_grad()
         if not on_gpu:
             copy = checkpoint_io(trainer).copy.size
-            peak = copy + int(min(_SLACK * (peak - copy), max(peak, 0.95 * limit.size) - copy))
+            peak = copy + int(min(_SLACK * peak, max(peak, 0.95 * limit.size - copy)))
             self._kept_at_most = peak
         say(
             f"memory: at most {peak / _GB:.1f} of {limit.size / _GB:.1f} GB with micro-batches of "
@@ -91,9 +92,9 @@ class MemoryProbe(Callback):
     def _on_cpu(self, trainer: Trainer, module: TranslationModule) -> tuple[int, MemoryLimit]:
         """Try growing parts of the micro-batch: a process that exceeds its limit is killed without an error.
 
-        The memory that checkpoints are copied to is released if it and the micro-batch do not fit together.
+        No copy of checkpoints is made if it and the micro-batch do not fit together.
 
-        Returns the peak, in bytes, and its limit.
+        Returns the peak without the copy, in bytes, and its limit.
         """
         keep_freed_memory()
         limit = host_memory_limit(trainer.num_devices)
@@ -108,10 +109,8 @@ class MemoryProbe(Callback):
             size, peak = part, peak_during(partial(self._steps, trainer, module, 16 // part))
             growth = (peak - smaller_peak) / (size - smaller)
             fixed = peak - size * growth
-            if fixed + following * growth > limit.size:
-                copy = writer.copy.size
+            if fixed + following * growth + writer.copy.size > limit.size:
                 writer.release()
-                peak, fixed = peak - copy, fixed - copy
             if fixed + following * growth > limit.size:
                 raise self._does_not_fit(limit, fixed + 16 * growth, fixed)
         return peak, limit
