@@ -27,7 +27,14 @@ from data_module.corpus.manifest import (
 )
 from data_module.corpus.noise import CASINGS, with_casing
 from data_module.corpus.pairs import ALSO_IN, PairFilter, Reason, max_characters, read_pairs
-from data_module.corpus.store import TokenStore, TokenStoreWriter, store_prefix, token_counts, token_type
+from data_module.corpus.store import (
+    TokenStore,
+    TokenStoreWriter,
+    hash_pairs,
+    store_prefix,
+    token_counts,
+    token_type,
+)
 from data_module.corpus.variants import VariantText, write_variants
 from data_module.files import FORMAT_VERSION
 from data_module.settings import CorpusSettings, NoiseSettings, TextSource
@@ -117,6 +124,7 @@ def write_corpus(
         **inputs,
         "tokenizer": {"sha256": tokenizer.sha256, "vocabulary_size": tokenizer.vocabulary_size},
         "token_type": dtype.name,
+        "training_pairs": hash_pairs(folder, settings.variants),
         "train": train,
         "validation": validation,
         "files": {},

@@ -5,7 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, cast
+from types import NoneType
+from typing import Any, Literal, NamedTuple, NotRequired, TypeAlias, TypedDict, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,6 +107,8 @@ class Manifest(Origin):
     format_version: int
     tokenizer: TokenizerRecord
     token_type: str
+    training_pairs: NotRequired[str]
+    """The hash that `hash_pairs` returns; version 1.0 and 1.1 did not write it."""
     train: TrainAccount
     validation: SplitAccount
     files: dict[str, int]
@@ -123,6 +126,7 @@ _SHAPE = {
     "files": {str: int},
     "tokenizer": {"sha256": str, "vocabulary_size": int},
     "source_files": [{"file": str}],
+    "training_pairs": (str, NoneType),
     "hub_revisions": dict,
     "settings": {key.removeprefix("corpus."): [{}] for key in TEXT_KEYS},
     "train": {**_ACCOUNT, "variants": [_COUNTS]},

@@ -4,6 +4,7 @@ A store consists of three .npy files: all token ids in one flat array, the offse
 lengths. Opening a store reads no tokens. The processes of a node share its pages.
 """
 
+import hashlib
 import logging
 import threading
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ MAX_TOKENS = np.iinfo(np.uint16).max - 1  # Batches store lengths in 16 bits too
 """Maximum length of a sentence, because lengths are stored in 16 bits."""
 
 _BLOCK = 2**20
-"""Sentences whose lengths are checked at a time."""
+"""Lengths that are checked, and values that are hashed, at a time."""
 
 
 def token_type(vocabulary_size: int) -> np.dtype:
@@ -246,6 +247,31 @@ def open_corpus(folder: Path, split: Split, variant: int = 0) -> ParallelCorpus:
         TokenStore(store_prefix(folder, split, "target", variant)),
         longest=max(counts["longest_source"], counts["longest_target"]),
     )
+
+
+def training_pairs(folder: Path) -> str:
+    """Return the hash of a corpus's training pairs, from its manifest or, for version 1.0 and 1.1, from all tokens.
+
+    Raises InputError as `read_manifest` does.
+    """
+    manifest = read_manifest(folder)
+    return manifest.get("training_pairs") or hash_pairs(folder, len(manifest["train"]["variants"]))
+
+
+def hash_pairs(folder: Path, num_variants: int) -> str:
+    """Return the SHA-256 of the ids of all training pairs in order, in all variants, and of nothing else.
+
+    All tokens are read once, a block at a time.
+    """
+    digest = hashlib.sha256()
+    for variant in range(num_variants):
+        for side in ("source", "target"):
+            store = TokenStore(store_prefix(folder, "train", side, variant))
+            for values in (store.lengths, store.tokens):
+                digest.update(f"{len(values)} ".encode())
+                for start in range(0, len(values), _BLOCK):
+                    digest.update(values[start : start + _BLOCK].data)
+    return digest.hexdigest()
 
 
 def read_ahead(corpora: Sequence[ParallelCorpus]) -> threading.Thread:

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from data_module.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
 from model.torch_private import copy_all
-from pipeline.checkpointing.checkpoint import metadata
+from pipeline.checkpointing.checkpoint import NO_IDENTITY, Identity, metadata
 from pipeline.checkpointing.checkpoint_io import WriteOptions, checkpoint_io
 from pipeline.checkpointing.run_folder import (
     around_best_path,
@@ -49,7 +49,13 @@ class CheckpointCallback(Callback):
     """
 
     def __init__(
-        self, run: Path, recipe: Recipe, tokenizer: Tokenizer, clock: StepClock, mode: Literal["max", "min"] = "max"
+        self,
+        run: Path,
+        recipe: Recipe,
+        tokenizer: Tokenizer,
+        clock: StepClock,
+        mode: Literal["max", "min"] = "max",
+        identity: Identity = NO_IDENTITY,
     ) -> None:
         """`mode` tells whether the largest or the smallest score of `run.best_by` is the best."""
         self._run = run
@@ -57,7 +63,7 @@ class CheckpointCallback(Callback):
         self._settings = recipe.run
         self._clock = clock
         self._with_average = recipe.training.ema_decay is not None
-        self._metadata = metadata(recipe, tokenizer)
+        self._metadata = metadata(recipe, tokenizer, identity)
         self._last_saved = time.monotonic()
         self.saved_step = 0
         """Step of the newest checkpoint, which may still be being written; see `wait`."""

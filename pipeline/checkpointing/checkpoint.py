@@ -7,22 +7,31 @@ plain values and tensors, so that it loads with `weights_only`. `resume_point.py
 import sys
 import warnings
 import zipfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from data_module.errors import PROGRAM, InputError
+from data_module.errors import PROGRAM, InputError, first_of
 from data_module.files import FORMAT_VERSION, PlainValues, atomic_file, check_format, misshapen
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings, NetworkSettings, changed_keys
 from model.transformer import Transformer
-from pipeline.checkpointing.run_folder import AVERAGES, best_path, is_valid, latest_valid, step_of
+from pipeline.checkpointing.run_folder import (
+    AVERAGES,
+    best_path,
+    foreign_settings,
+    is_valid,
+    latest_valid,
+    step_of,
+    stored_recipe,
+    stored_run_id,
+)
 from pipeline.config.recipe import Recipe, stored_settings
 
 PREFIX = "network."
@@ -31,11 +40,28 @@ _STORED = {
     "global_step": int,
     "state_dict": {str: Tensor},
     "selection": {"run_step": int},
-    "translation": {"tokenizer": Tensor, "seen_pieces": (Tensor, NoneType)},
+    "translation": {
+        "tokenizer": Tensor,
+        "seen_pieces": (Tensor, NoneType),
+        "run_id": (str, NoneType),
+        "training_pairs": (str, NoneType),
+    },
 }
 """Types of a checkpoint's values, except for settings; see `misshapen`."""
 _MAX_VALUES, _MAX_DEPTH = 1_000_000, 64
 """Limits on the number of values in a checkpoint, and on their depth of nesting."""
+
+
+class Identity(NamedTuple):
+    """What a checkpoint was trained by and on; None in files of version 1.0 and 1.1."""
+
+    run_id: str | None = None
+    """The identity of the run."""
+    training_pairs: str | None = None
+    """The hash of the corpus's training pairs."""
+
+
+NO_IDENTITY = Identity()
 
 
 @dataclass(frozen=True)
@@ -54,6 +80,11 @@ class Checkpoint:
     """The state dict of `Transformer`; for a run with a moving average, the average."""
     contents: PlainValues
     """The whole file, from which `resume_point.py` takes what a run resumes with."""
+
+    @property
+    def identity(self) -> Identity:
+        """The run and the training pairs that the weights are of."""
+        return Identity(*map(self.contents["translation"].get, Identity._fields))
 
     def network(self) -> Transformer:
         """Return the network with these weights, in evaluation mode, float32, on the CPU.
@@ -98,7 +129,7 @@ def load_model(path: Path) -> TrainedModel:
     return TrainedModel(read.network(), read.tokenizer, read.recipe.decoding, read.recipe.as_dict(), path, read.step)
 
 
-def metadata(recipe: Recipe, tokenizer: Tokenizer) -> PlainValues:
+def metadata(recipe: Recipe, tokenizer: Tokenizer, identity: Identity) -> PlainValues:
     """Return what is stored under a checkpoint's key `translation`."""
     stored = {"tokenizer": tokenizer.model} | ({} if tokenizer.seen is None else {"seen_pieces": tokenizer.seen})
     return {
@@ -106,6 +137,7 @@ def metadata(recipe: Recipe, tokenizer: Tokenizer) -> PlainValues:
         "network": asdict(recipe.network),
         **{name: torch.frombuffer(bytearray(value), dtype=torch.uint8) for name, value in stored.items()},
         "recipe": recipe.as_dict(),
+        **identity._asdict(),
     }
 
 
@@ -121,19 +153,21 @@ def resolve_checkpoint(path: Path) -> Path:
     For a run folder that is its average if it is not older than the newest checkpoint, else the best one by
     `run.best_by`, else the newest. An average that is older is reported on standard error.
 
-    Raises InputError when there is none.
+    Raises InputError when there is none, and as `check_members` does.
     """
     if path.is_file():
         return path
     if not path.exists():
         raise InputError(f"{path}: there is no such checkpoint or run folder; fit names the folder it writes to")
     newest, _ = latest_valid(path)
+    best, averages = best_path(path), sorted(path.glob(AVERAGES))
+    check_members(path, filter(None, (newest, best, *averages)))
     # Compared by step, because a clock may go back; of averages of one step, the one written last.
-    made = {average: read_checkpoint(average).run_step for average in path.glob(AVERAGES)}
+    made = {average: read_checkpoint(average).run_step for average in averages}
     average = max(made, key=lambda average: (made[average], average.stat().st_mtime), default=None)
     # A run that was resumed after averaging has better weights than its average.
     outdated = average if average and newest and made[average] < step_of(newest) else None
-    candidates = [None if outdated else average, *filter(Path.is_file, [best_path(path)]), newest]
+    candidates = [None if outdated else average, *filter(Path.is_file, [best]), newest]
     chosen = next(filter(None, candidates), None)
     if chosen is None:
         raise InputError(f"{path}: holds no checkpoint; give a .ckpt file or a run folder that fit has written")
@@ -144,6 +178,34 @@ def resolve_checkpoint(path: Path) -> Path:
             file=sys.stderr,
         )
     return chosen
+
+
+def check_members(run: Path, paths: Iterable[Path], recipe: Recipe | None = None) -> str | None:
+    """Check that checkpoints in a run folder are the run's own; return its identity, None in version 1.0 and 1.1.
+
+    A folder without an identity has that of the first of `paths` that has one. `recipe` is that of the run, by default
+    the one in the folder.
+
+    Raises InputError if a checkpoint is of another run: if it has another identity, or, where folder or
+    checkpoint has none, if its recipe differs in keys that may not change.
+    """
+    stored = own = stored_run_id(run)
+    recipe = recipe or stored_recipe(run)  # Without one, checkpoints are used as those outside a run folder are.
+    for path in paths:
+        try:
+            checkpoint = read_checkpoint(path)
+        except InputError:
+            continue  # A damaged file is named by what uses it; `fit` may have removed another one meanwhile.
+        run_id = checkpoint.identity.run_id
+        own = own or run_id
+        different = [] if (stored and run_id) or not recipe else foreign_settings(recipe, checkpoint.recipe)
+        if different or run_id not in (None, own):
+            how = f" ({first_of(different)})" if different else ""
+            raise InputError(
+                f"{path}: is of another run than {run}{how}; move it out of that folder, and name the file itself to "
+                "use it"
+            )
+    return own
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -282,7 +344,7 @@ def average(paths: list[Path], read: Callable[[Path], Checkpoint] = read_checkpo
     means = {name: (total / len(paths)).to(newest.weights[name].dtype) for name, total in sums.items()}
     return {
         "state_dict": {f"{PREFIX}{name}": mean for name, mean in means.items()},
-        "translation": metadata(newest.recipe, newest.tokenizer),
+        "translation": metadata(newest.recipe, newest.tokenizer, newest.identity),
         "global_step": newest.step,
         "averaged": [path.name for path in paths],
     }

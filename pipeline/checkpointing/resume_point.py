@@ -76,6 +76,8 @@ class ResumePoint:
     """The corpus's tokenizer, with the pieces that this run and the runs that it started from have seen."""
     network: PlainValues
     """The network's settings."""
+    training_pairs: str | None = None
+    """The hash of the training pairs that the run is trained on; None in checkpoints of version 1.0 and 1.1."""
 
 
 def read_resume_point(path: Path, recipe: Recipe) -> ResumePoint:
@@ -97,6 +99,7 @@ def read_resume_point(path: Path, recipe: Recipe) -> ResumePoint:
         states["ValidationSamples"]["bleu_tokenizer"],
         checkpoint.tokenizer,
         asdict(checkpoint.recipe.network),
+        checkpoint.identity.training_pairs,
     )
 
 

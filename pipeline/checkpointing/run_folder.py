@@ -8,13 +8,14 @@ import time
 import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from io import BufferedReader
 from pathlib import Path
 
 import yaml
 
-from data_module.corpus.manifest import changes
+from data_module.corpus.manifest import TEXT_KEYS, changes
 from data_module.errors import InputError, first_of
 from data_module.files import (
     FORMAT_VERSION,
@@ -44,6 +45,8 @@ EVENT_FILES = "events.out.tfevents."
 """Prefix of the names of TensorBoard's event files."""
 AVERAGES = "average*.ckpt"
 """Pattern of the names of averaged checkpoints in a run folder."""
+RUN_ID = "run_id"
+"""The run's identity, which each of its checkpoints has too. Only the first start writes it, and `--fresh`."""
 STOPPED_EARLY = "stopped-early.json"
 """Written when early stopping ends a run: the step and the patience."""
 
@@ -57,16 +60,17 @@ MAY_NOT_CHANGE = ("run.seed", "run.best_by", "run.validation_translations")
 MAX_STARTS = 3
 """How often a job may start from the same checkpoint: once, and twice more after failures."""
 
+_MAX_ID_BYTES = 64
 _STEP_NAME = re.compile(r"step=(\d+)\.ckpt")
 _LOCK = ".lock"
 _VERSIONS = "versions.json"
-_OWN_FILES = ("config.yaml", TOKENIZER_NAME, _VERSIONS, STARTS)
+_OWN_FILES = ("config.yaml", TOKENIZER_NAME, _VERSIONS, STARTS, RUN_ID)
 _CHECKPOINT_FILES = ("step=*.ckpt", "best.ckpt")
 _REMOVED = {
     "checkpoints/around-best": _CHECKPOINT_FILES,
     "checkpoints": _CHECKPOINT_FILES,
     EVENTS: (f"{EVENT_FILES}*", "embeddings.*", "projector_config.pbtxt"),
-    "": (STOPPED_EARLY, METRICS, SUMMARY, STARTS, AVERAGES, ".fresh-*"),
+    "": (STOPPED_EARLY, METRICS, SUMMARY, STARTS, AVERAGES, RUN_ID, ".fresh-*"),
 }
 """What `--fresh` removes of a run: patterns of file names by folder, which may be a link to another disk."""
 
@@ -125,6 +129,22 @@ def latest_valid(run: Path) -> tuple[Path | None, list[Path]]:
             return path, skipped
         skipped.append(path)
     return None, skipped
+
+
+def all_checkpoints(run: Path) -> list[Path]:
+    """Return the complete checkpoints in a run folder: the newest by step, then other ones of steps, best, averages."""
+    steps = [*reversed(step_checkpoints(run)), *step_checkpoints(run, around_best=True)]
+    return [path for path in (*steps, best_path(run), *sorted(run.glob(AVERAGES))) if is_valid(path)]
+
+
+def stored_run_id(run: Path) -> str | None:
+    """Return the identity in a run folder; None for a run of version 1.0 or 1.1, or if the file is damaged."""
+    try:
+        with open_regular(run / RUN_ID) as file:
+            text = file.read(_MAX_ID_BYTES).decode(errors="replace")
+    except InputError:
+        return None
+    return text if re.fullmatch("[0-9a-f]{32}", text) else None
 
 
 def read_metrics(run: Path, name: str = METRICS) -> Iterator[PlainValues]:
@@ -301,16 +321,20 @@ class RunFolder:
         if job is not None:
             _replace(reset_marker(self.path, job), b"")
 
-    def write_config(self, recipe: Recipe, tokenizer: bytes) -> None:
-        """Write the recipe, the tokenizer, and the versions of format, code and packages."""
+    def write_config(self, recipe: Recipe, tokenizer: bytes, run_id: str) -> None:
+        """Write the recipe, the tokenizer, the versions of format, code and packages, and a new run's identity."""
         _replace(self.path / "config.yaml", yaml.safe_dump(recipe.as_dict(), sort_keys=False).encode())
         _replace(self.path / TOKENIZER_NAME, tokenizer)
         written = {"format_version": FORMAT_VERSION, **versions()}
         _replace(self.path / _VERSIONS, json.dumps(written, indent=2).encode())
+        if stored_run_id(self.path) != run_id:
+            _replace(self.path / RUN_ID, run_id.encode())
 
 
-def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
+def differences(path: Path, recipe: Recipe, texts_may_change: bool = False) -> tuple[list[str], list[str]]:
     """Return the differences of recipe and versions from those of the run: forbidden ones, then allowed ones.
+
+    With `texts_may_change`, the training pairs are compared elsewhere, so that their files may have other names.
 
     Raises InputError when versions.json is damaged, or the run is of another format.
     """
@@ -322,32 +346,52 @@ def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
     if recorded is None:
         raise InputError(f"{file}: is missing or damaged; {start_over}")
     check_format(file, recorded.get("format_version", 1), start_over)  # Version 0.2 recorded no format.
-    new = recipe.inherit_network(written["network"]).as_dict()
     with suppress(ValueError):  # A recipe that this version cannot read is compared as it is.
         # Settings that are newer than the run get their defaults.
         written = stored_settings(written, Recipe, "", exact=True).as_dict()
-        if not changed_keys(written["network"], new["network"]):
-            written["network"] = new["network"]  # Other keys may give the same depths.
+    forbidden, allowed = _recipe_changes(written, recipe, texts_may_change)
+    # Another version may resume the run, but may batch, initialize or round differently.
+    own = {name: version for name, version in versions().items() if name != "host"}
+    return forbidden, allowed + changes("", {name: recorded.get(name) for name in own}, own)
+
+
+def stored_recipe(path: Path) -> Recipe | None:
+    """Return the recipe of a run folder; None if it has none that this version can read."""
+    with suppress(ValueError):
+        return stored_settings(_config(path), Recipe, "")
+    return None
+
+
+def foreign_settings(own: Recipe, other: Recipe) -> list[str]:
+    """Return how the recipe of a checkpoint differs from that of its run in keys that may not change."""
+    return _recipe_changes(own.inherit_network(asdict(other.network)).as_dict(), other, texts_may_change=False)[0]
+
+
+def _recipe_changes(written: PlainValues, recipe: Recipe, texts_may_change: bool) -> tuple[list[str], list[str]]:
+    """Return the differences of a recipe from the one that a run has written: forbidden ones, then allowed ones."""
+    new = recipe.inherit_network(written["network"]).as_dict()
+    if not changed_keys(written["network"], new["network"]):
+        written = {**written, "network": new["network"]}  # Other keys may give the same depths.
+    # A weight counts for the pairs of its file, and the same pairs may be divided among other files.
+    has_weights = any(text.get("weight", 1) != 1 for one in (written, new) for text in one["corpus"].get("train") or ())
+    own_keys = (*MAY_CHANGE_KEYS, *(TEXT_KEYS if texts_may_change and not has_weights else ()))
     forbidden: list[str] = []
     allowed: list[str] = []
     for change in sorted(changes("", written, new)):
         key = change.split()[0].rstrip(":")
-        may_change = key in MAY_CHANGE_KEYS or (key.split(".")[0] in MAY_CHANGE and key not in MAY_NOT_CHANGE)
+        may_change = key in own_keys or (key.split(".")[0] in MAY_CHANGE and key not in MAY_NOT_CHANGE)
         if key == "trainer.max_steps" and recipe.training.schedule in DECAY_TO_LAST_STEP:
             may_change, change = False, f"{change}, where training.schedule {recipe.training.schedule} ends"
         (allowed if may_change else forbidden).append(change)
-    # Another version may resume the run, but may batch, initialize or round differently.
-    own = {name: version for name, version in versions().items() if name != "host"}
-    allowed += changes("", {name: recorded.get(name) for name in own}, own)
     return forbidden, allowed
 
 
-def check_same_run(path: Path, recipe: Recipe) -> list[str]:
+def check_same_run(path: Path, recipe: Recipe, texts_may_change: bool = False) -> list[str]:
     """Return the differences of recipe and versions from those of the run, all of which may change on resume.
 
-    Raises InputError for other differences.
+    Raises InputError for other differences; see `differences` for `texts_may_change`.
     """
-    forbidden, allowed = differences(path, recipe)
+    forbidden, allowed = differences(path, recipe, texts_may_change)
     if not forbidden:
         return allowed
     # With --fresh alone, the corpus, which was made by the other recipe, would be refused next.

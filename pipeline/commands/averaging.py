@@ -5,9 +5,10 @@ from pathlib import Path
 
 from data_module.errors import InputError
 from data_module.files import PlainValues
-from pipeline.checkpointing.checkpoint import Checkpoint, average, read_checkpoint, write_atomic
+from pipeline.checkpointing.checkpoint import Checkpoint, average, check_members, read_checkpoint, write_atomic
 from pipeline.checkpointing.run_folder import (
     METRICS,
+    all_checkpoints,
     around_best_path,
     best_by,
     best_path,
@@ -24,8 +25,9 @@ from pipeline.inference.metrics import mode_of, title_and_score
 def write_average(run: Path, option: str, count: int, output: Path) -> None:
     """Write the average of a run's newest checkpoints ("last"), or of those around its best validation ("best").
 
-    Raises InputError when there are fewer checkpoints, or no validation scores.
+    Raises InputError when there are fewer checkpoints, no validation scores, or checkpoints of another run.
     """
+    check_members(run, all_checkpoints(run))
     if option == "best":
         averaged = average_best(run, count)
     else:

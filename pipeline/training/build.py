@@ -54,7 +54,7 @@ class RunFolderSetup(Callback):
             return
         if start.plan.reset:
             start.folder.remove_run(start.plan.job)
-        start.folder.write_config(start.plan.recipe, start.tokenizer.model)
+        start.folder.write_config(start.plan.recipe, start.tokenizer.model, str(start.identity.run_id))
         log.truncate_after()
         self._metadata.starts = record_start(log, start.plan.job, self._backend.summary())
         self._monitor.submitted = first_submission(self._metadata.starts)
@@ -196,7 +196,8 @@ def build_callbacks(start: Start, data: TranslationDataModule, backend: Backend)
         callbacks.append(ResumableEarlyStopping(start, recipe.run.patience))
     if recipe.training.ema_decay is not None:
         callbacks.append(EMA(decay=recipe.training.ema_decay))
-    checkpoints = CheckpointCallback(recipe.run_folder(), recipe, tokenizer, monitor.clock, mode_of(best_by))
+    run, mode = recipe.run_folder(), mode_of(best_by)
+    checkpoints = CheckpointCallback(run, recipe, tokenizer, monitor.clock, mode, start.identity)
     limit = max_seconds(recipe.trainer.get("max_time"))
     return [*callbacks, checkpoints, GracefulStop(checkpoints, recipe.run.timeout_seconds, limit)]
 

@@ -23,7 +23,7 @@ from pipeline.runtime.rendezvous import Rendezvous, differences
 from pipeline.training.checks import check_backend, check_disk_space, check_machine, check_start
 from pipeline.training.rank_checks import RankGroup, check_ranks
 from pipeline.training.recipe_checks import CheckResult, Report, check_recipe
-from pipeline.training.start import Plan, plan_start
+from pipeline.training.start import Plan, check_pairs, plan_start
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,9 @@ def check_fit(recipe: Recipe, job: JobStep | None, asked: Question) -> list[Chec
     for note in plan.notes if plan is not None else ():
         findings.note(note)
     check_start(plan or Plan(recipe, job, asked.fresh), findings)
+    with findings.part():
+        if plan is not None and plan.resume is not None and is_corpus(recipe.corpus_folder()):
+            check_pairs(plan)
     if texts is not None and plan is not None:
         with findings.part():
             check_texts(plan, texts, findings)

@@ -7,17 +7,18 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 from data_module.corpus.checks import TextChecker, check_folder, check_settings, given_tokenizer
+from data_module.corpus.manifest import is_corpus
 from data_module.corpus.pairs import all_available, open_reader
 from data_module.corpus.preparation import existing_corpus
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
 from model.settings import DECAY_TO_LAST_STEP
 from pipeline.checkpointing.run_folder import (
+    all_checkpoints,
     check_same_run,
     check_writable,
     in_use_error,
     is_in_use,
-    latest_valid,
     should_reset,
 )
 from pipeline.config.recipe import Recipe
@@ -75,8 +76,8 @@ def check_recipe(recipe: Recipe, job: JobStep | None, fresh: bool, report: Repor
         if in_use and job is None:  # A requeued job waits for its predecessor to end.
             raise in_use_error(run)
         report.ok(f"run folder {run}")
-        if not reset and not in_use and latest_valid(run)[0] is not None:
-            check_same_run(run, recipe)
+        if not reset and not in_use and all_checkpoints(run):
+            check_same_run(run, recipe, is_corpus(recipe.corpus_folder()))
     with report.part():
         return check_corpus(recipe.corpus, report)
     return None

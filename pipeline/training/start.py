@@ -7,17 +7,31 @@ from torch import Tensor
 
 from data_module.corpus.checks import given_tokenizer
 from data_module.corpus.manifest import Manifest, is_corpus, read_manifest
+from data_module.corpus.store import training_pairs
 from data_module.errors import InputError
 from data_module.files import PlainValues, json_object
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DECAY_TO_LAST_STEP, changed_keys, with_defaults
-from pipeline.checkpointing.checkpoint import read_checkpoint, resolve_checkpoint
+from pipeline.checkpointing.checkpoint import (
+    NO_IDENTITY,
+    Identity,
+    check_members,
+    read_checkpoint,
+    resolve_checkpoint,
+)
 from pipeline.checkpointing.resume_point import ResumePoint, read_resume_point
-from pipeline.checkpointing.run_folder import STOPPED_EARLY, RunFolder, check_same_run, latest_valid, should_reset
+from pipeline.checkpointing.run_folder import (
+    STOPPED_EARLY,
+    RunFolder,
+    all_checkpoints,
+    check_same_run,
+    latest_valid,
+    should_reset,
+)
 from pipeline.config.recipe import Recipe
 from pipeline.inference.bleu_tokenizer import Choice, choose_tokenizer
 from pipeline.inference.metrics import title
-from pipeline.runtime.launch import JobStep
+from pipeline.runtime.launch import JobStep, process_rank
 from pipeline.training.marian_import import is_marian, load_marian
 
 _MAY_DIFFER = ("dropout", "attention_dropout", "activation_dropout")
@@ -51,6 +65,8 @@ class Plan:
     """Weights of another run for a new one (`--init-from`)."""
     notes: tuple[str, ...] = ()
     """Lines for the user: which checkpoints are damaged, and what has changed since the last start."""
+    run_id: str | None = None
+    """The identity of the run that is in the folder, on rank 0; None if the run has none yet."""
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -69,6 +85,8 @@ class Start:
     tokenizer: Tokenizer
     manifest: Manifest
     """The corpus's manifest."""
+    identity: Identity = NO_IDENTITY
+    """What checkpoints say that they are of; empty on other ranks, which write none."""
 
 
 def plan_start(recipe: Recipe, job: JobStep | None, fresh: bool, init_from: Path | None) -> Plan:
@@ -76,24 +94,28 @@ def plan_start(recipe: Recipe, job: JobStep | None, fresh: bool, init_from: Path
 
     `fresh` and `init_from` are those of `fit`.
 
-    Raises InputError where the run is that of another recipe, the checkpoint cannot be resumed from, the weights do not
-    fit, or the corpus has another vocabulary.
+    Raises InputError where the run is that of another recipe, a checkpoint in its folder is of another run or cannot be
+    resumed from, the weights do not fit, or the corpus has another vocabulary.
     """
     run = recipe.run_folder()
     reset = should_reset(fresh, run, job)
     checkpoint, damaged = (None, []) if reset else latest_valid(run)
     notes = [f"{path}: is incomplete; skipped" for path in damaged]
+    if not reset and all_checkpoints(run):
+        changes = check_same_run(run, recipe, is_corpus(recipe.corpus_folder()))
+        notes += [f"changed since the last start: {change}" for change in changes]
+    # One rank reads them all: its error ends the others.
+    members = [checkpoint] if process_rank() and checkpoint else all_checkpoints(run)
+    run_id = None if reset else check_members(run, members, recipe)
     if checkpoint is None:
-        if init_from is None:
-            return Plan(recipe, job, reset, notes=tuple(notes))
-        initial = load_initial_weights(init_from, recipe)
-        return Plan(recipe.inherit_network(initial.network), job, reset, None, initial, tuple(notes))
-    notes += [f"changed since the last start: {change}" for change in check_same_run(run, recipe)]
+        initial = load_initial_weights(init_from, recipe) if init_from is not None else None
+        recipe = recipe.inherit_network(initial.network) if initial else recipe
+        return Plan(recipe, job, reset, None, initial, tuple(notes), run_id)
     if init_from is not None:
         notes.append(f"{run}: resuming this run; --init-from is ignored")
     resume = read_resume_point(checkpoint, recipe)
     check_vocabulary(recipe, resume.tokenizer, f"the run in {run}")
-    return Plan(recipe.inherit_network(resume.network), job, reset, resume, None, tuple(notes))
+    return Plan(recipe.inherit_network(resume.network), job, reset, resume, None, tuple(notes), run_id)
 
 
 def check_vocabulary(recipe: Recipe, tokenizer: Tokenizer, owner: str) -> None:
@@ -104,6 +126,23 @@ def check_vocabulary(recipe: Recipe, tokenizer: Tokenizer, owner: str) -> None:
             f"{recipe.corpus.folder}: has another vocabulary than {owner}; name another corpus.folder, which fit then "
             "prepares with that vocabulary"
         )
+
+
+def check_pairs(plan: Plan) -> str:
+    """Return the hash of the training pairs of the recipe's corpus, which is there.
+
+    Raises InputError if the run to resume is trained on other pairs. A checkpoint of version 1.0 or 1.1 does not say on
+    which: the names of its texts may not change.
+    """
+    run, pairs = plan.recipe.run_folder(), training_pairs(plan.recipe.corpus_folder())
+    if plan.resume is not None and plan.resume.training_pairs is None:
+        check_same_run(run, plan.recipe)
+    elif plan.resume is not None and plan.resume.training_pairs != pairs:
+        raise InputError(
+            f"{plan.recipe.corpus.folder}: has other training pairs than those that the run in {run} is trained on; "
+            f"name the corpus.folder that has those, or train on these in another run.folder with --init-from {run}"
+        )
+    return pairs
 
 
 def choose_bleu_tokenizer(recipe: Recipe, resume: ResumePoint | None) -> Choice:

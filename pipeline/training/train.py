@@ -1,5 +1,6 @@
 """`fit` after its first checks: plan, corpus, backend, module, data, callbacks, Trainer, training."""
 
+import secrets
 from contextlib import ExitStack
 
 import torch
@@ -9,6 +10,7 @@ from data_module.corpus.preparation import existing_corpus, in_use
 from data_module.errors import SCRIPTS
 from data_module.settings import CorpusSettings
 from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
+from pipeline.checkpointing.checkpoint import NO_IDENTITY, Identity
 from pipeline.checkpointing.run_folder import RunFolder, count_start
 from pipeline.runtime import signals
 from pipeline.runtime.backend import choose_backend
@@ -20,7 +22,7 @@ from pipeline.training.build import build_callbacks, build_data, build_module, b
 from pipeline.training.checks import check_start
 from pipeline.training.new_corpus import prepare_and_report
 from pipeline.training.recipe_checks import Report
-from pipeline.training.start import Plan, Start, check_vocabulary, finished_reason
+from pipeline.training.start import Plan, Start, check_pairs, check_vocabulary, finished_reason
 from pipeline.training.trainer import trainer_options
 
 
@@ -37,11 +39,13 @@ def follow(plan: Plan, folder: RunFolder | None) -> None:
         # Another process may have prepared the corpus since the plan was made.
         check_vocabulary(plan.recipe, plan.tokenizer, "what this run continues")
     tokenizer = resume.tokenizer if resume else Tokenizer.load(corpus / TOKENIZER_NAME).also_seen(plan.tokenizer)
-    for note in plan.notes:
-        say(note)
+    identity = NO_IDENTITY
     with ExitStack() as stack:
         if folder is not None:
             stack.enter_context(in_use(corpus))
+            identity = Identity(plan.run_id or secrets.token_hex(16), check_pairs(plan))
+        for note in plan.notes:
+            say(note)
         if plan.job is not None and folder is not None:
             stack.enter_context(count_start(folder.path, plan.job, resume.path if resume else None))
         if resume is not None:
@@ -51,7 +55,7 @@ def follow(plan: Plan, folder: RunFolder | None) -> None:
             say(f"resuming from {resume.path}")
         elif plan.initial is not None:
             say(f"starting from the weights and the tokenizer of {plan.initial.path}")
-        train(Start(plan, folder, tokenizer, manifest))
+        train(Start(plan, folder, tokenizer, manifest, identity))
         say(f"the run is in {run}; view it with: {SCRIPTS}tensorboard --logdir {run}")
 
 

@@ -13,9 +13,11 @@ from data_module.corpus.store import (
     MAX_TOKENS,
     TokenStore,
     TokenStoreWriter,
+    hash_pairs,
     lengths_with_eos,
     open_corpus,
     read_ahead,
+    store_prefix,
     token_type,
 )
 from data_module.errors import InputError
@@ -56,6 +58,33 @@ def test_store_is_mapped_and_pickles_as_its_path(tmp_path: Path) -> None:
     data = pickle.dumps(store)
     assert len(data) < 1000
     assert pickle.loads(data)[0].tolist() == SENTENCES[0]  # noqa: S301
+
+
+def test_the_hash_is_that_of_the_training_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ids, their sentences, sides, order and variants, in blocks of any size."""
+    pairs = [([1, 2], [3]), ([4], [5, 6]), ([7], [8])]
+    changed = {
+        "order": [pairs[1], pairs[0], pairs[2]],
+        "alignment": [([1, 2], [8]), pairs[1], ([7], [3])],
+        "sides": [pair[::-1] for pair in pairs],
+        "boundary": [([1], [3]), ([2, 4], [5, 6]), pairs[2]],
+        "one id": [*pairs[:2], ([7], [9])],
+        "fewer": pairs[:2],
+    }
+
+    def hash_of(*variants: list[tuple[list[int], list[int]]]) -> str:
+        for number, variant in enumerate(variants):
+            for side, sentences in zip(("source", "target"), zip(*variant, strict=True), strict=True):
+                with TokenStoreWriter(store_prefix(tmp_path, "train", side, number), np.dtype(np.uint16)) as writer:
+                    _append(writer, list(sentences))
+        return hash_pairs(tmp_path, len(variants))
+
+    hashes = {hash_of(*both) for both in ((pairs,), (pairs, pairs), *((one,) for one in changed.values()))}
+    hashes |= {hash_of(pairs, one) for one in changed.values()}
+    assert len(hashes) == 2 + 2 * len(changed)
+    whole = hash_of(pairs, changed["order"])
+    monkeypatch.setattr(store, "_BLOCK", 2)
+    assert hash_of(pairs, changed["order"]) == whole
 
 
 def test_repeat_from_appends_the_sentences_again(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from data_module.corpus.builder import learn_tokenizer
 from data_module.corpus.checks import check_text
 from data_module.corpus.preparation import existing_corpus, in_use
-from data_module.corpus.store import open_corpus
+from data_module.corpus.store import open_corpus, training_pairs
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
 from tests.conftest import another_user
@@ -91,6 +91,34 @@ def test_sources_are_concatenated_gz_tsv_and_repeat(settings: CorpusSettings, tm
     expected = plain + zipped * 3 + tabbed * 2 + plain
     assert text_of(settings) == text_of(settings, "validation") == expected
     assert manifest["train"]["pairs_read"] == len(expected)
+
+
+def test_the_identity_of_a_corpus_is_that_of_its_training_pairs(settings: CorpusSettings, tmp_path: Path) -> None:
+    """Other names of files, other held-out text and another folder do not change it; other pairs do."""
+    pairs, [train] = pairs_of_text(400, 1), settings.train
+    own = made(settings)["training_pairs"]
+    (tmp_path / "elsewhere").mkdir()
+    same = {
+        "names": {"train": [write_pairs(tmp_path, "a", pairs[:150]), write_pairs(tmp_path, "b", pairs[150:])]},
+        "validation": {"validation": [write_pairs(tmp_path, "c", pairs_of_text(9, 3))]},
+        "test": {"test": [write_pairs(tmp_path, "d", pairs_of_text(9, 4))]},
+        "folder": {"folder": str(tmp_path / "elsewhere" / "corpus")},
+    }
+    for name, changes in same.items():
+        changed = replace(settings, **{"folder": str(tmp_path / name), **changes})
+        assert made(changed)["training_pairs"] == own, name
+        assert training_pairs(Path(changed.folder)) == own
+    # Aligned in another way, with the same words and the same vocabulary.
+    (tmp_path / "other").mkdir()
+    other = list(zip([a for a, _ in pairs], [b for _, b in pairs[::-1]], strict=True))
+    for number, text in enumerate((write_pairs(tmp_path / "other", "a", other), replace(train, repeat=2))):
+        changed = replace(settings, folder=str(tmp_path / f"other_{number}"), train=[text])
+        assert made(changed)["training_pairs"] != own
+    # A corpus of version 1.1 has no hash in its manifest.
+    manifest = json.loads((Path(settings.folder) / "manifest.json").read_text())
+    del manifest["training_pairs"]
+    (Path(settings.folder) / "manifest.json").write_text(json.dumps(manifest))
+    assert training_pairs(Path(settings.folder)) == own
 
 
 def test_long_validation_pairs_are_named(settings: CorpusSettings, caplog: pytest.LogCaptureFixture) -> None:

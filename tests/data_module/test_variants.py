@@ -20,7 +20,7 @@ from data_module.batching.batch_plan import Epoch, epoch_pairs, fewest_pairs
 from data_module.batching.stateful_loader import StatefulLoader
 from data_module.corpus import variants
 from data_module.corpus.preparation import prepare
-from data_module.corpus.store import ParallelCorpus, TokenStore, open_corpus, open_variants
+from data_module.corpus.store import ParallelCorpus, TokenStore, hash_pairs, open_corpus, open_variants
 from data_module.errors import InputError
 from data_module.settings import BatchSettings, BpeDropout, CorpusSettings, NoiseSettings, TextSource
 from data_module.tokenization.tokenizer import Tokenizer
@@ -119,6 +119,7 @@ def test_the_manifest_counts_each_variant(settings: CorpusSettings) -> None:
         assert counts["longest_target"] == corpus.target.lengths.max()
         assert corpus.longest == max(corpus.source.lengths.max(), corpus.target.lengths.max())
     assert manifest["train"].items() >= manifest["train"]["variants"][0].items()
+    assert manifest["training_pairs"] == hash_pairs(folder, 3)
     assert not [path for path in folder.iterdir() if "text" in path.name]
 
 

@@ -9,12 +9,23 @@ import pytest
 import torch
 import yaml
 
+from data_module.corpus.store import training_pairs
+from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline import load
-from pipeline.checkpointing.checkpoint import read_checkpoint
-from pipeline.checkpointing.run_folder import STARTS, STOPPED_EARLY, read_metrics
+from pipeline.checkpointing.checkpoint import Identity, read_checkpoint, write_atomic
+from pipeline.checkpointing.run_folder import (
+    RUN_ID,
+    STARTS,
+    STOPPED_EARLY,
+    all_checkpoints,
+    best_path,
+    read_metrics,
+    step_path,
+    stored_run_id,
+)
 from pipeline.config.recipe import load_recipe
-from pipeline.training.start import finished_reason
+from pipeline.training.start import check_pairs, finished_reason, plan_start
 from tests.conftest import pipeline, refusal, run_here, tiny_recipe, write_text
 from tests.integration.runs import accumulator, checkpoints, scalars, step_of
 
@@ -186,6 +197,116 @@ def test_fresh_removes_the_run_and_nothing_else(recipe_file: Path, tmp_path: Pat
     assert [step_of(path) for path in checkpoints(run)] == [4, 8]
     assert len(list((run / "tensorboard").glob("events.*"))) == 1
     assert [step for step, _ in scalars(run, "train/loss")] == [2, 4, 6, 8]
+
+
+def identities(run: Path) -> set[Identity]:
+    """Return what the checkpoints in a run folder say that they are of."""
+    return {read_checkpoint(path).identity for path in all_checkpoints(run)}
+
+
+def test_a_run_has_an_identity_from_its_beginning(recipe_file: Path, tmp_path: Path, tiny_corpus: Path) -> None:
+    pairs = training_pairs(tiny_corpus)
+    run = fit(recipe_file, tmp_path / "run", "--trainer.max_steps", 4)
+    own = stored_run_id(run)
+    assert own is not None
+    moved = Path(shutil.copytree(run, tmp_path / "moved"))
+    # A start that was killed before its first checkpoint keeps it, and so does a resumed one.
+    shutil.rmtree(moved / "checkpoints")
+    inode = (moved / RUN_ID).stat().st_ino
+    fit(recipe_file, moved, "--trainer.max_steps", 6)
+    fit(recipe_file, moved, "--trainer.max_steps", 8)
+    run_here("average", moved, "--last", 2)
+    assert len(all_checkpoints(moved)) == 5  # three steps, the best one and the average
+    assert identities(moved) == {Identity(own, pairs)}
+    assert (moved / RUN_ID).stat().st_ino == inode
+    # A run of version 1.1 gets one when it is resumed.
+    (moved / RUN_ID).unlink()
+    for path in all_checkpoints(moved):
+        contents = torch.load(path, weights_only=True)
+        del contents["translation"]["run_id"], contents["translation"]["training_pairs"]
+        write_atomic(contents, path)
+    fit(recipe_file, moved, "--trainer.max_steps", 12)
+    assert identities(moved) == {Identity(), Identity(stored_run_id(moved), pairs)}
+    # Another run has another one.
+    fit(recipe_file, tmp_path / "child", "--trainer.max_steps", 4, "--init-from", run)
+    fit(recipe_file, run, "--trainer.max_steps", 4, "--fresh")
+    everyones = [own, *map(stored_run_id, (run, moved, tmp_path / "child"))]
+    assert len({*everyones, None}) == 5
+    assert identities(run) == {Identity(everyones[1], pairs)}
+    # Its checkpoints are refused before anything is written.
+    shutil.copy(step_path(tmp_path / "child", 4), step_path(run, 8))
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    line = refusal("fit", recipe_file, "--run.folder", run)
+    assert line.startswith(f"error: {step_path(run, 8)}: is of another run than {run}; move it out of that folder")
+    report, _ = run_here("doctor", recipe_file, "--run.folder", run, code=1)
+    assert f"WRONG {line.removeprefix('error: ')}\n" in report
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_another_recipe_does_not_begin_beside_the_best_checkpoint(recipe_file: Path, tmp_path: Path) -> None:
+    """A run whose newest checkpoints have been removed has others, which would count as those of the next run."""
+    run = fit(recipe_file, tmp_path / "run", "--trainer.max_steps", 6)
+    for path in checkpoints(run):
+        path.unlink()
+    best = best_path(run).read_bytes()
+    assert "contains a run of another recipe" in refusal("fit", recipe_file, "--run.folder", run, "--run.seed", 7)
+    assert best_path(run).read_bytes() == best
+    fit(recipe_file, run, "--trainer.max_steps", 8)
+
+
+def test_a_run_goes_on_with_its_own_pairs(trained_run: Path, tiny_corpus: Path, tmp_path: Path) -> None:
+    recipe_file, texts = trained_run.parent / "tiny.yaml", tiny_corpus.parent
+    run = Path(shutil.copytree(trained_run, tmp_path / "run"))
+
+    def options(name: str, **texts: object) -> list[object]:
+        given = [f"--corpus.{split}={json.dumps(text)}" for split, text in texts.items()]
+        return [*given, "--corpus.folder", tmp_path / name, "--run.folder", run, "--trainer.max_steps", 260]
+
+    def plan(name: str, **texts: object) -> str:
+        recipe = load_recipe([recipe_file], list(map(str, options(name, **texts))))
+        return check_pairs(plan_start(recipe, None, False, None))
+
+    def pair(prefix: str) -> dict[str, str]:
+        return {side: str(tmp_path / f"{prefix}.{side}") for side in ("source", "target")}
+
+    for split in ("train", "validation"):
+        for side in ("source", "target"):
+            shutil.copy(texts / f"{split}.{side}", tmp_path / f"{split}.{side}")
+    lines = (tmp_path / "train.target").read_text().splitlines(keepends=True)
+    (tmp_path / "other.target").write_text("".join(reversed(lines)))
+    shutil.copy(tmp_path / "train.source", tmp_path / "other.source")
+    renamed = {"train": pair("train"), "validation": pair("other"), "test": pair("validation")}
+    # The corpus that was moved, staged, or made again from files of other names, with other held-out text.
+    shutil.copytree(tiny_corpus, tmp_path / "moved")
+    run_here("prepare", recipe_file, *options("renamed", **renamed))
+    assert plan("moved") == plan("renamed", **renamed) == training_pairs(tiny_corpus)
+    # Before it is made again, nobody knows its pairs.
+    absent = refusal("fit", recipe_file, *options("absent", **renamed))
+    assert "contains a run of another recipe: corpus.test: now" in absent
+    assert not (tmp_path / "absent").exists()
+    # Other pairs with the same vocabulary.
+    other = {"train": pair("other")}
+    run_here("prepare", recipe_file, *options("other", **other))
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    line = refusal("fit", recipe_file, *options("other", **other))
+    assert line == (
+        f"error: {tmp_path / 'other'}: has other training pairs than those that the run in {run} is trained on; name "
+        f"the corpus.folder that has those, or train on these in another run.folder with --init-from {run}"
+    )
+    report, _ = run_here("doctor", recipe_file, *options("other", **other), code=1)
+    assert f"WRONG {line.removeprefix('error: ')}\n" in report
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+    # A checkpoint of version 1.1 does not tell the pairs of two corpora apart, only the names of their texts.
+    newest = checkpoints(run)[-1]
+    contents = torch.load(newest, weights_only=True)
+    contents["translation"] = {**contents["translation"], "training_pairs": None}
+    write_atomic(contents, newest)
+    unknown = Path(shutil.copytree(tmp_path / "other", tmp_path / "unknown")) / "manifest.json"
+    manifest = json.loads((tiny_corpus / "manifest.json").read_text())
+    unknown.write_text(json.dumps({key: value for key, value in manifest.items() if key != "training_pairs"}))
+    assert plan("unknown") == training_pairs(tmp_path / "other")
+    with pytest.raises(InputError, match=r"contains a run of another recipe: corpus\.test: now"):
+        plan("renamed", **renamed)
 
 
 def test_a_rank_without_validation_pairs(tiny_corpus: Path, recipe_file: Path, tmp_path: Path) -> None:

@@ -6,24 +6,36 @@ import shutil
 import warnings
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from data_module.errors import InputError
 from data_module.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.checkpointing.checkpoint import (
+    NO_IDENTITY,
     average,
+    check_members,
     load_model,
     metadata,
     read_checkpoint,
     resolve_checkpoint,
     write_atomic,
 )
-from pipeline.checkpointing.run_folder import checkpoint_bytes, latest_valid, step_checkpoints, step_path
+from pipeline.checkpointing.run_folder import (
+    RUN_ID,
+    all_checkpoints,
+    around_best_path,
+    checkpoint_bytes,
+    latest_valid,
+    step_checkpoints,
+    step_path,
+)
 from pipeline.config.recipe import recipe_from_dict
 from pipeline.runtime.console import user_message
 from tests.conftest import refusal, run_here, tiny_recipe, train_tokenizer
@@ -37,7 +49,7 @@ def untrained_contents(corpus: Path, step: int) -> PlainValues:
     weights = Transformer(tokenizer.vocabulary_size, recipe.network).state_dict()
     return {
         "state_dict": {f"network.{name}": tensor for name, tensor in weights.items()},
-        "translation": metadata(recipe, tokenizer),
+        "translation": metadata(recipe, tokenizer, NO_IDENTITY),
         "global_step": step,
     }
 
@@ -193,6 +205,98 @@ def test_which_checkpoint_a_run_folder_means(
     for path, said in ((tmp_path, "holds no checkpoint"), (tmp_path / "nowhere", "no such checkpoint")):
         with pytest.raises(InputError, match=said):
             resolve_checkpoint(path)
+
+
+OWN, OTHER = "0" * 32, "1" * 32
+MEMBERS = ["step=00000240.ckpt", "step=00000160.ckpt", "best.ckpt", "around-best/step=00000040.ckpt"]
+MEMBERS = [*(f"checkpoints/{name}" for name in MEMBERS), "average-last-2.ckpt"]
+
+
+def rewrite(path: Path, **changes: object) -> None:
+    """Change what a checkpoint says of its run; a change of `recipe` is of its section `run`."""
+    contents = torch.load(path, weights_only=True)
+    contents["translation"]["recipe"]["run"] |= changes.pop("recipe", {})
+    contents["translation"] |= changes
+    write_atomic(contents, path)
+
+
+@pytest.fixture
+def members(finished_run: Path, tmp_path: Path) -> Path:
+    """A run folder with a recipe, whose checkpoints have all names; version 1.0 or 1.1 could have written it."""
+    run = Path(shutil.copytree(finished_run, tmp_path / "run"))
+    around_best_path(run, 40).parent.mkdir()
+    shutil.copy(step_path(run, 80), around_best_path(run, 40))
+    write_atomic(average(step_checkpoints(run)[-2:]), run / "average-last-2.ckpt")
+    recipe = read_checkpoint(step_path(run, 80)).recipe.as_dict()
+    (run / "config.yaml").write_text(yaml.safe_dump(recipe))
+    return run
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_a_checkpoint_of_another_run_is_refused(members: Path, name: str) -> None:
+    for path in all_checkpoints(members):
+        rewrite(path, run_id=OWN)
+    (members / RUN_ID).write_text(OWN)
+    assert check_members(members, all_checkpoints(members)) == OWN
+    rewrite(members / name, run_id=OTHER)
+    line = refusal("average", members, "--last", 1)
+    assert line.startswith(f"error: {members / name}: is of another run than {members}; move it out of that folder")
+    assert not (members / "average-last-1.ckpt").exists()
+    assert refusal("average", members, "--best", 1) == line
+    if name in (MEMBERS[0], *MEMBERS[2::2]):  # what commands choose from
+        text = ["--source", Path(__file__)]
+        commands = [["translate", members, *text], ["score", members, *text, "--target", Path(__file__)]]
+        for command in (*commands, ["evaluate", members], ["export", members, members.parent / "bundle"]):
+            assert refusal(*command) == line
+    assert resolve_checkpoint(members / name) == members / name
+    # Without a file, the newest checkpoint's identity counts, so that another one is named if the newest is foreign.
+    (members / RUN_ID).unlink()
+    with pytest.raises(InputError, match=": is of another run than ") as raised:
+        check_members(members, all_checkpoints(members))
+    assert str(raised.value).startswith(str(members / (MEMBERS[1] if name == MEMBERS[0] else name))), raised.value
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("ids", [{}, {"stored": OWN}, {"newest": OWN}], ids=["neither", "the folder", "a checkpoint"])
+def test_recipes_are_compared_where_an_identity_is_missing(members: Path, name: str, ids: dict[str, str]) -> None:
+    if "stored" in ids:
+        (members / RUN_ID).write_text(ids["stored"])
+    if "newest" in ids:
+        rewrite(members / MEMBERS[0], run_id=ids["newest"])
+    own_id = next(iter(ids.values()), None)
+    rewrite(members / name, recipe={"keep_last": 9})
+    assert check_members(members, all_checkpoints(members)) == own_id
+    rewrite(members / name, recipe={"seed": 7})
+    with pytest.raises(InputError) as raised:
+        check_members(members, all_checkpoints(members))
+    assert f"{members / name}: is of another run than {members} (run.seed was 1, now 7); " in str(raised.value)
+    # Alone, it is used as it is; and so is a file that no recipe in the folder contradicts.
+    assert resolve_checkpoint(members / name) == members / name
+    (members / "config.yaml").unlink()
+    assert check_members(members, all_checkpoints(members)) == own_id
+
+
+def test_a_damaged_checkpoint_is_left_to_what_uses_it(members: Path) -> None:
+    rewrite(members / MEMBERS[0], tokenizer=None)
+    assert check_members(members, all_checkpoints(members)) is None
+    with pytest.raises(InputError, match=r"is damaged: translation\.tokenizer"):
+        read_checkpoint(members / MEMBERS[0])
+
+
+def test_an_imported_network_is_that_of_the_run(members: Path) -> None:
+    """The recipe of a Marian model's run need not name the bias and the activation, which its checkpoints have."""
+    recipe = read_checkpoint(step_path(members, 80)).recipe
+    network = {"output_bias": True, "activation": "swish"}
+    paths = all_checkpoints(members)
+    for path in paths:
+        contents = torch.load(path, weights_only=True)
+        contents["translation"]["network"] |= network
+        write_atomic(contents, path)
+    assert check_members(members, paths, recipe) is None
+    with pytest.raises(InputError, match=r"network\.activation was"):
+        check_members(
+            members, all_checkpoints(members), replace(recipe, network=replace(recipe.network, activation="gelu"))
+        )
 
 
 def test_a_checkpoint_from_a_gpu_is_read_without_one(

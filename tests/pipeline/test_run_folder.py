@@ -29,6 +29,7 @@ from data_module.settings import TextSource
 from pipeline.__main__ import main
 from pipeline.checkpointing.run_folder import (
     METRICS,
+    RUN_ID,
     RunFolder,
     check_same_run,
     check_writable,
@@ -37,6 +38,7 @@ from pipeline.checkpointing.run_folder import (
     is_run,
     read_metrics,
     reset_marker,
+    stored_run_id,
 )
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.runtime import launch, signals
@@ -51,6 +53,7 @@ fcntl.flock(file, fcntl.LOCK_EX)
 print("locked", flush=True)
 sys.stdin.read()
 """
+IDENTITY = "0123456789abcdef" * 2
 STEP = JobStep("7", rank=0, local_rank=0, num_tasks=1, num_nodes=1, tasks_per_node=1, restarts=0)
 
 
@@ -62,7 +65,7 @@ def recipe(tmp_path: Path) -> Recipe:
 def write_run(recipe: Recipe) -> Path:
     """Write the recipe's run folder as `fit` does, and return it."""
     with closing(RunFolder(recipe.run_folder())) as folder:
-        folder.write_config(recipe, b"")
+        folder.write_config(recipe, b"", IDENTITY)
     return folder.path
 
 
@@ -289,6 +292,32 @@ def test_which_settings_a_run_may_change(recipe: Recipe) -> None:
         assert all(line.endswith(f", now {json.dumps(expected[line.split(' ')[0]])}") for line in lines)
 
 
+def test_texts_may_have_other_names_where_their_pairs_are_compared(recipe: Recipe) -> None:
+    """Weights belong to files, so weighted files keep their names."""
+    names = {split: [TextSource(f"{split}.en", f"{split}.de")] for split in ("train", "validation", "test")}
+    renamed = replace(recipe, corpus=replace(recipe.corpus, **names))
+    keys = [f"corpus.{split}" for split in sorted(names)]
+    forbidden, allowed = differences(write_run(recipe), renamed, texts_may_change=True)
+    assert (forbidden, [line.split(":")[0] for line in allowed]) == ([], keys)
+    weighted = replace(renamed, corpus=replace(renamed.corpus, train=[replace(names["train"][0], weight=2.0)]))
+    for stored, now in ((recipe, weighted), (weighted, recipe)):
+        forbidden, _ = differences(write_run(stored), now, texts_may_change=True)
+        assert [line.split(":")[0] for line in forbidden] == keys
+
+
+def test_a_run_keeps_its_identity(recipe: Recipe) -> None:
+    run = write_run(recipe)
+    before = (run / RUN_ID).stat().st_ino
+    assert stored_run_id(write_run(recipe)) == IDENTITY
+    assert (run / RUN_ID).stat().st_ino == before
+    for damaged in (b"", IDENTITY[1:].encode(), b"\xff" * 32, 99 * IDENTITY.encode()):
+        (run / RUN_ID).write_bytes(damaged)
+        assert stored_run_id(run) is None
+    (run / RUN_ID).unlink()
+    os.mkfifo(run / RUN_ID)
+    assert stored_run_id(run) is None
+
+
 def test_depths_may_be_written_in_two_ways(recipe: Recipe) -> None:
     run, depth = write_run(recipe), recipe.network.num_layers
 
@@ -315,13 +344,13 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
 
 def test_removing_a_run_keeps_other_files(recipe: Recipe) -> None:
     folder = RunFolder(recipe.run_folder())
-    folder.write_config(recipe, b"")
+    folder.write_config(recipe, b"", IDENTITY)
     run = folder.path
     (run / "checkpoints" / "around-best").mkdir(parents=True)
     (run / "tensorboard").mkdir()
     other_files = ["notes.txt", "average.txt", "results.jsonl"]
     removed = ["stopped-early.json", "metrics.jsonl", "summary.json", "starts.jsonl", "average-last-5.ckpt", ".fresh-6"]
-    removed += ["average-best-5.ckpt", ".average-best-2.ckpt.9.tmp", "checkpoints/step=00000004.ckpt"]
+    removed += [RUN_ID, "average-best-5.ckpt", ".average-best-2.ckpt.9.tmp", "checkpoints/step=00000004.ckpt"]
     removed += ["checkpoints/best.ckpt", "checkpoints/.best.ckpt.9.tmp", "checkpoints/around-best/step=00000002.ckpt"]
     removed += ["tensorboard/events.out.tfevents.1", "tensorboard/embeddings.tsv", "tensorboard/projector_config.pbtxt"]
     for name in (*other_files, *removed):
