@@ -6,6 +6,7 @@ Figures are drawn with the Agg canvas, without pyplot: threads may draw at the s
 from collections.abc import Sequence
 from functools import cache
 from itertools import product
+from math import ceil
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,15 +15,16 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, fontManager, get_font
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageOps
+from PIL import Image
 
 from data_module.errors import first_of
 
 PANELS_PER_LINE = 4
 CELL_SIZE = 15
 """Width and height of a weight in pixels."""
-_MARGIN = 200
-"""Pixels for the longest label, which has 14 characters."""
+_DPI = 128
+_LABELS = 6.6
+"""Size of the labels' font in points."""
 _PALETTE = [level * (255 - dark) // 15 + dark for level in range(16) for dark in (8, 48, 120)]
 """Blue to white. With 16 colors, a pixel takes four bits."""
 _FONT = "DejaVu Sans"
@@ -76,29 +78,44 @@ def draw_attention(
 ) -> Image.Image:
     """Draw a heat map for each of the layers and heads, of which there is at least one.
 
-    `kind` is a key of `AXES`; `weights` are [layers, heads, rows, columns]; `subject` follows the kind in the title.
+    Labels are left of the first panel of each line and above the first line. `kind` is a key of `AXES`; `weights` are
+    [layers, heads, rows, columns]; `subject` follows the kind in the title.
     """
-    description, rows, columns = AXES[kind]
-    panel = _panel(labels.by_axis[rows], labels.by_axis[columns], labels.families)
+    description, *names = AXES[kind]
+    rows, columns = ([one if len(one) < 15 else one[:13] + "…" for one in labels.by_axis[name]] for name in names)
+    left_margin, top_margin = _longest(rows, labels.families), 70 + _longest(columns, labels.families)
+    right, down = CELL_SIZE * len(columns), CELL_SIZE * len(rows)
     per_line, num_panels = min(PANELS_PER_LINE, len(heads)), len(layers) * len(heads)
-    beside = max(0, 110 - CELL_SIZE * weights[0].shape[-1])  # A caption may be wider than its cells.
-    width, height, top = panel.width + beside + 24, panel.height + 30, 70
-    image = Image.new("L", (max(per_line * width, 800), top - (-num_panels // per_line) * height), "white")
-    pen = ImageDraw.Draw(image)
+    # A panel's place, with the space to the next one. A caption may be wider than its cells.
+    panel_width, panel_height = max(right, 110) + 24, down + 30
+    width = max(left_margin + per_line * panel_width, 800)
+    height = top_margin - (-num_panels // per_line) * panel_height
+    figure = Figure((width / _DPI, height / _DPI), dpi=_DPI, facecolor="white")
     title = f"{kind} attention{subject}\n{description}\n{labels.note}"
-    pen.text((8, 8), title, fill="black", font_size=14)
+    figure.text(8 / width, 1 - 8 / height, title, va="top", fontsize=8, parse_math=False)
+    style: dict[str, Any] = {"fontsize": _LABELS, "family": labels.families, "parse_math": False, "usetex": False}
     for index, (layer, head) in enumerate(product(layers, heads)):
-        x, y = index % per_line * width, top + index // per_line * height
-        cells = Image.fromarray((255 * (1 - weights[layer][head].clip(0, 1))).astype(np.uint8))
-        cells = ImageOps.scale(cells, CELL_SIZE, Image.Resampling.NEAREST)
-        left, upper = x + panel.width - cells.width, y + panel.height - cells.height
-        image.paste(panel, (x, y))
-        image.paste(cells, (left, upper))
-        pen.rectangle((left - 1, upper - 1, left + cells.width, upper + cells.height), outline=192)
-        pen.text((left, y + panel.height + 4), f"layer {layer + 1}, head {head + 1}", fill="black", font_size=12)
-    image = image.point([level // 16 for level in range(256)])
+        line, column = divmod(index, per_line)
+        left, lower = left_margin + column * panel_width, height - top_margin - line * panel_height - down
+        axes = figure.add_axes((left / width, lower / height, right / width, down / height))
+        axes.imshow(weights[layer][head], "gray_r", vmin=0, vmax=1, interpolation="nearest", aspect="auto")
+        axes.tick_params(left=False, bottom=False, labelleft=False, labelbottom=False)
+        axes.spines[:].set(color="0.75", linewidth=0.5, position=("outward", 1))
+        axes.text(-0.5, len(rows) - 0.3, f"layer {layer + 1}, head {head + 1}", va="top", fontsize=7)
+        # Labels are at the outer panels only, because drawing text is slow; ticks would take twice as long.
+        for place, label in enumerate(rows if column == 0 else []):
+            axes.text(-0.8, place, label, ha="right", va="center_baseline", **style)
+        for place, label in enumerate(columns if line == 0 else []):
+            axes.text(place, -0.8, label, ha="center", va="bottom", rotation=90, **style)
+    image = _draw(figure).convert("L").point([level // 16 for level in range(256)])
     image.putpalette(_PALETTE)
     return image
+
+
+def _longest(texts: list[str], families: list[str]) -> int:
+    """Return the pixels that the longest of some labels takes, with the space around it."""
+    renderer, font = FigureCanvasAgg(Figure(dpi=_DPI)).get_renderer(), FontProperties(family=families, size=_LABELS)
+    return 16 + max(ceil(renderer.get_text_width_height_descent(text, font, ismath=False)[0]) for text in texts)
 
 
 def draw_matrix(title: str, values: NDArray[np.float32], row_axis: str, column_axis: str) -> Image.Image:
@@ -128,26 +145,6 @@ def _glyphs(family: str) -> frozenset[int]:
         return frozenset(get_font(fontManager.findfont(FontProperties(family=[family]))).get_charmap())
     except (OSError, RuntimeError, ValueError):  # The font is gone or damaged.
         return frozenset()
-
-
-def _panel(rows: list[str], columns: list[str], families: list[str]) -> Image.Image:
-    """Draw the labels of a matrix, which has its place in the lower right corner.
-
-    They are drawn once for all panels because drawing text is slow.
-    """
-    rows, columns = ([label if len(label) < 15 else label[:13] + "…" for label in axis] for axis in (rows, columns))
-    width, height = _MARGIN + CELL_SIZE * len(columns), _MARGIN + CELL_SIZE * len(rows)
-    figure = Figure((width / 128, height / 128), dpi=128, facecolor="white")  # no rounding errors
-    place = _MARGIN / width, 0, 1 - _MARGIN / width, 1 - _MARGIN / height
-    axes = figure.add_axes(place, xlim=(0, len(columns)), ylim=(len(rows), 0))
-    axes.xaxis.tick_top()
-    axes.tick_params(length=0)
-    style: dict[str, Any] = {"fontsize": 6.6, "color": "black", "parse_math": False, "usetex": False}
-    axes.set_xticks(np.arange(len(columns)) + 0.5, columns, rotation=90, family=families, **style)
-    axes.set_yticks(np.arange(len(rows)) + 0.5, rows, family=families, **style)
-    image = _draw(figure).convert("L")
-    left, upper, *_ = ImageOps.invert(image).getbbox() or (0, 0)
-    return image.crop((max(0, left - 8), max(0, upper - 8), *image.size))
 
 
 def _draw(figure: Figure) -> Image.Image:
