@@ -22,8 +22,9 @@ from data_module.errors import PROGRAM, InputError
 from data_module.files import disk_full_error
 from pipeline.compat.metrics import leave_out_pyplot
 from pipeline.runtime.console import (
+    ReaderGone,
     RendezvousError,
-    discard_output,
+    drop_unread_output,
     open_closed_streams,
     report,
     use_utf8,
@@ -45,6 +46,9 @@ COMMANDS = {
     "doctor": "check the machine, the job and a recipe before running",
 }
 """Each command in one line. Its file has `add_arguments(parser)` and `run(arguments)`, which returns the exit code."""
+
+FILTERS = (["translate"], ["score"])
+"""Commands whose product is their standard output: they end when nothing reads it. The others finish their work."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -109,6 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments is None:
         open_closed_streams()
         use_utf8()
+        drop_unread_output(is_product=sys.argv[1:2] in FILTERS)
         leave_out_pyplot()
         arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -121,9 +126,10 @@ def main(arguments: list[str] | None = None) -> int:
     threading.excepthook = _report_thread_error
     try:
         module, known = parse(arguments[0], arguments[1:])
-        return int(module.run(known) or 0)
-    except BrokenPipeError:
-        discard_output()  # There is nothing to report.
+        code = int(module.run(known) or 0)
+        sys.stdout.flush()
+        return code
+    except ReaderGone:
         return 0
     except signals.Stopped as stop:
         report(stop)

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from data_module.errors import InputError
 from data_module.worker_processes import ignore_signals, num_processors, signals_blocked
-from pipeline.runtime.console import user_message
+from pipeline.runtime.console import drop_unread_output, user_message
 
 Work = Callable[[str, int], None]
 """The work of a process: takes a device (`cpu`, or a GPU as `cuda:0`) and the process's number from 0."""
@@ -74,6 +74,7 @@ def run_on_devices(work: Work, devices: list[str]) -> None:
 
 def _run(work: Work, devices: list[str], number: int, answer: Connection) -> None:
     """Do the work in a process of its own, and send an error that the user can act on."""
+    drop_unread_output()
     ignore_signals(number)  # The parent process handles Ctrl-C. If it ends, in whatever way, this process ends too.
     tqdm.set_lock(threading.RLock())  # Its default is a semaphore, which outlives a process that is killed.
     # A device's share of the processors, but no more threads than PyTorch has by itself, such as by OMP_NUM_THREADS.

@@ -18,7 +18,7 @@ from pipeline.inference.options import with_prefix
 from pipeline.inference.scoring import Alignment, Pieces, Scorer, dual_cross_entropy
 from pipeline.inference.text_io import CHUNK, Pair, output_file, read_pairs
 from pipeline.inference.translator import Hypothesis, Translator
-from pipeline.runtime.console import discard_output
+from pipeline.runtime.console import ReaderGone
 
 
 class ScoredPair(NamedTuple):
@@ -55,10 +55,9 @@ def score_text(arguments: argparse.Namespace, pairs: Iterator[Pair], total: int 
                 columns += [" ".join(pieces), " ".join(f"{score:.4f}" for score in scores)]
             try:
                 print(*columns, sep="\t")
-            except BrokenPipeError:
-                if file is None and arguments.keep is None:
+            except ReaderGone:
+                if file is None and arguments.keep is None:  # Otherwise files are still to be written.
                     raise
-                discard_output()  # Files are still to be written.
             if file is not None:
                 file.write((" ".join(f"{i}-{j}" for i, j in one.alignment) + "\n").encode())
     if arguments.keep is not None:

@@ -1,6 +1,7 @@
 """The program's output: messages on standard error, mistakes in one line, warnings to hide, and UTF-8 streams."""
 
 import codecs
+import errno
 import locale
 import logging
 import os
@@ -10,8 +11,8 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from io import UnsupportedOperation
-from typing import TextIO
+from io import BufferedWriter, FileIO, TextIOWrapper, UnsupportedOperation
+from typing import Any
 
 from data_module.errors import IN_CLONE, InputError, printable
 from data_module.files import disk_full_error, exception_chain
@@ -28,6 +29,7 @@ _LIGHTNING_LOGGERS = (
 )
 
 _UTF8_MODE = "PYTHONUTF8"
+_STANDARD_ERROR = 2
 
 
 def quiet_lightning() -> None:
@@ -60,17 +62,62 @@ def lightning_noise_restored() -> Iterator[None]:
             logging.getLogger(name).setLevel(level)
 
 
-def discard_output(stream: TextIO | None = None) -> None:
-    """Discard a stream (standard output if None) whose reader has closed the pipe (`| head`), and what it buffers."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), (stream or sys.stdout).fileno())
+class ReaderGone(Exception):
+    """The program that reads standard output has ended, as `head` does."""
+
+
+class _Stream(FileIO):
+    """A standard stream. If the program that reads it has ended, or its terminal is closed, what is written is dropped.
+
+    Libraries write progress bars, warnings and log lines too, and none of these may end the command's work.
+    """
+
+    is_product = False
+    """Whether the command only prints: then ReaderGone is raised."""
+
+    def write(self, data: Any, /) -> int:
+        """Write to the stream, or drop the data."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            is_closed_terminal = error.errno == errno.EIO and self.fileno() == _STANDARD_ERROR
+            if not isinstance(error, ConnectionError) and not is_closed_terminal:
+                raise
+        discard_output(self.fileno())
+        if self.is_product:
+            raise ReaderGone
+        return super().write(data)
+
+
+def drop_unread_output(is_product: bool = False) -> None:
+    """From now on, drop what is written to standard output and standard error while nothing reads them (`| head`).
+
+    With `is_product`, standard output raises ReaderGone once, so that nothing is computed for nobody.
+    """
+    for name in ("stdout", "stderr"):
+        before = getattr(sys, name)
+        if isinstance(before, TextIOWrapper):  # A notebook has streams of another kind.
+            stream = _Stream(before.fileno(), "w", closefd=False)
+            stream.is_product = is_product and name == "stdout"
+            # Python run with -u does not buffer either.
+            buffer = stream if isinstance(before.buffer, FileIO) else BufferedWriter(stream)
+            how = before.encoding, before.errors, None, before.line_buffering, before.write_through
+            setattr(sys, name, TextIOWrapper(buffer, *how))
+
+
+def discard_output(descriptor: int) -> None:
+    """Discard what is written to a descriptor, and what streams have buffered for it."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, descriptor)
+    os.close(null)
 
 
 def report(line: object) -> None:
-    """Print the last line of a command on standard error, which may be a closed terminal or a file on a full disk."""
+    """Print the last line of a command on standard error, which may be a file on a full disk."""
     try:
         print(printable(str(line)), file=sys.stderr, flush=True)
     except OSError:  # The exit code still says how the command ended.
-        discard_output(sys.stderr)
+        discard_output(sys.stderr.fileno())
 
 
 def say(message: str) -> None:

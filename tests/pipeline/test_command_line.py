@@ -1,17 +1,21 @@
 """Recipes on the command line, with and without `--config`."""
 
 import errno
+import logging
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tqdm import tqdm
 
 from data_module.errors import InputError
 from pipeline import load
 from pipeline.__main__ import main, parse
+from pipeline.inference import text_scoring
 from pipeline.runtime.console import report, say, user_message
 from pipeline.training.doctor import print_results
 from pipeline.training.recipe_checks import CheckResult
@@ -103,3 +107,52 @@ def test_a_full_standard_stream_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pa
             patch.setattr(os, "fstatvfs", lambda found, own=own: SimpleNamespace(f_bavail=int(found != own)))
             assert user_message(full) == f"{said}: {way_out}"
     assert str(user_message(full)).startswith("a temporary file, in ")
+
+
+@contextmanager
+def nobody_reads(monkeypatch: pytest.MonkeyPatch, *names: str, buffering: int = -1) -> Iterator[None]:
+    """Inside, these standard streams are pipes whose readers have ended."""
+    with ExitStack() as stack:
+        for name in names:
+            reading, writing = os.pipe()
+            os.close(reading)
+            monkeypatch.setattr(sys, name, stack.enter_context(os.fdopen(writing, "w", buffering, encoding="utf-8")))
+        yield
+
+
+def as_typed(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["pipeline", *map(str, words)])
+    return main()
+
+
+@pytest.mark.parametrize("streams", [("stdout", "stderr"), ("stdout",), ("stderr",)])
+def test_a_command_finishes_its_work_though_nobody_reads_its_output(
+    trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streams: tuple[str, ...]
+) -> None:
+    output = tmp_path / "average.ckpt"
+    with nobody_reads(monkeypatch, *streams):
+        assert as_typed(monkeypatch, "average", trained_run, "--last", 2, "--output", output) == 0
+        assert output.is_file()
+        assert as_typed(monkeypatch, "average", trained_run, "--last", 99) == 2
+        for _ in range(2):
+            logging.getLogger("data_module").info("a message")
+            tqdm([1], file=sys.stderr).update()
+            print("more", file=sys.stderr, flush=True)
+        sys.stdout.flush()  # as Python does at the end
+
+
+@pytest.mark.parametrize("buffering", [1, -1])
+def test_a_filter_ends_when_nobody_reads_its_output(
+    trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffering: int
+) -> None:
+    text, aligned, scored = tmp_path / "text", tmp_path / "aligned", []
+    text.write_text("the dog\n" * 3)
+    numbers = text_scoring._numbers
+    monkeypatch.setattr(text_scoring, "_numbers", lambda pair: scored.append(pair) or numbers(pair))
+    score = ["score", trained_run, "--source", text, "--target", text]
+    for words in (["translate", trained_run, "--source", text], score, [*score, "--alignments", aligned]):
+        with nobody_reads(monkeypatch, "stdout", buffering=buffering):
+            assert as_typed(monkeypatch, *words) == 0
+    # Files are written whole. Without one, score ends at the first line that cannot be printed.
+    assert len(scored) == (1 if buffering == 1 else 3) + 3
+    assert len(aligned.read_text().splitlines()) == 3
