@@ -22,9 +22,10 @@ from data_module.errors import PROGRAM, InputError
 from data_module.files import disk_full_error
 from pipeline.compat.metrics import leave_out_pyplot
 from pipeline.runtime.console import (
+    Failure,
     ReaderGone,
-    RendezvousError,
     drop_unread_output,
+    lacking_memory,
     open_closed_streams,
     report,
     use_utf8,
@@ -49,6 +50,9 @@ COMMANDS = {
 
 FILTERS = (["translate"], ["score"])
 """Commands whose product is their standard output: they end when nothing reads it. The others finish their work."""
+
+LESS_MEMORY = {"translate": "give a smaller --beam or --n-best", "evaluate": "give a smaller --beam"}
+"""What to do where a command runs out of memory."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -124,6 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("data_module").setLevel(logging.INFO)
     threading.excepthook = _report_thread_error
+    known = None
     try:
         module, known = parse(arguments[0], arguments[1:])
         code = int(module.run(known) or 0)
@@ -137,11 +142,16 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         report("interrupted")
         return 130
-    except RendezvousError as error:
+    except Failure as error:
         report(f"error: {error}")
         return 1
     except Exception as error:
         line = user_message(error)
+        if line is None and (lacking := lacking_memory(error)) is not None:
+            way_out = LESS_MEMORY.get(arguments[0], "ask for more memory")
+            fewer = ", or fewer --devices" * (getattr(known, "devices", 1) > 1)
+            report(f"error: out of memory ({lacking}); {way_out}{fewer}")
+            return 1
         if line is None:
             raise
         report(f"error: {line}")

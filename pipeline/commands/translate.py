@@ -96,4 +96,5 @@ def run(arguments: argparse.Namespace) -> int:
         stream = text_reader(file, "standard input", file)
     from pipeline.inference.text_translation import translate_text  # torch
 
-    return translate_text(arguments, options, stream)
+    translate_text(arguments, options, stream)
+    return 0

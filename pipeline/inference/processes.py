@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from data_module.errors import InputError
 from data_module.worker_processes import ignore_signals, num_processors, signals_blocked
-from pipeline.runtime.console import drop_unread_output, user_message
+from pipeline.runtime.console import drop_unread_output, lacking_memory, user_message
 
 Work = Callable[[str, int], None]
 """The work of a process: takes a device (`cpu`, or a GPU as `cuda:0`) and the process's number from 0."""
@@ -88,10 +88,3 @@ def _run(work: Work, devices: list[str], number: int, answer: Connection) -> Non
         if lacking is None and line is None:
             raise
         answer.send(InputError(line) if lacking is None else MemoryError(lacking))
-
-
-def lacking_memory(error: Exception) -> str | None:
-    """Return the message of an out-of-memory error in one line; None for another error."""
-    # PyTorch has a class for this error only on GPUs.
-    is_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    return " ".join(str(error).split())[:200] if is_of_memory or "can't allocate memory" in str(error) else None

@@ -17,10 +17,11 @@ from data_module.errors import InputError
 from data_module.text_files import open_file
 from pipeline.inference.loading import chosen_file, load_file
 from pipeline.inference.options import SearchOptions, with_prefix
-from pipeline.inference.processes import choose_devices, lacking_memory, run_on_devices
+from pipeline.inference.processes import choose_devices, run_on_devices
 from pipeline.inference.shards import Shards, Task
 from pipeline.inference.text_io import CHUNK, SentenceWarnings, count_lines, require_target_prefixes, sentences
 from pipeline.inference.translator import Translator
+from pipeline.runtime.console import Failure
 
 _NOT_IN_TRANSLATIONS = {"checkpoint", "source", "output", "shard_lines", "devices", "overrides", "target_prefixes"} | {
     "interactive"
@@ -28,12 +29,15 @@ _NOT_IN_TRANSLATIONS = {"checkpoint", "source", "output", "shard_lines", "device
 """Arguments that do not change translations, or that name files whose contents are compared."""
 
 
-def translate_text(arguments: argparse.Namespace, options: SearchOptions, stream: BufferedReader) -> int:
-    """Translate until the input ends, and return the exit code: 1 if memory ran out or a process has failed."""
+def translate_text(arguments: argparse.Namespace, options: SearchOptions, stream: BufferedReader) -> None:
+    """Translate until the input ends.
+
+    Raises Failure if a process was killed or has failed, MemoryError or RuntimeError if memory has run out.
+    """
+    devices = choose_devices(arguments.devices)
+    # Chosen once for all processes, because a training run may write a newer checkpoint meanwhile.
+    arguments.checkpoint = chosen_file(arguments.checkpoint)
     try:
-        devices = choose_devices(arguments.devices)
-        # Chosen once for all processes, because a training run may write a newer checkpoint meanwhile.
-        arguments.checkpoint = chosen_file(arguments.checkpoint)
         if arguments.output is not None:
             stream.close()  # The file is opened again for each run of shards.
             run_on_devices(partial(_translate_shards, arguments, options, _task(arguments)), devices)
@@ -43,16 +47,7 @@ def translate_text(arguments: argparse.Namespace, options: SearchOptions, stream
         else:
             _print_shards(arguments, options, stream, devices)
     except ChildProcessError as error:
-        message = str(error)
-    except (MemoryError, RuntimeError) as error:
-        if (lacking := lacking_memory(error)) is None:
-            raise
-        fewer = ", or fewer --devices" * (arguments.devices > 1)
-        message = f"out of memory ({lacking}); give a smaller --beam or --n-best{fewer}"
-    else:
-        return 0
-    print(f"error: {message}", file=sys.stderr)
-    return 1
+        raise Failure(str(error)) from None
 
 
 def _print_translations(

@@ -5,6 +5,7 @@ import errno
 import locale
 import logging
 import os
+import re
 import stat
 import sys
 import tempfile
@@ -140,8 +141,15 @@ def print_above_bars(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
 
 
-class RendezvousError(Exception):
-    """Ranks could not connect to one another. It is reported in one line, but the same start may succeed later."""
+class Failure(Exception):
+    """What ends a command without a mistake of the user; it is reported in one line, with exit code 1.
+
+    The same start may succeed later.
+    """
+
+
+class RendezvousError(Failure):
+    """Ranks could not connect to one another."""
 
 
 class UnusableAddressError(RendezvousError):
@@ -166,6 +174,15 @@ def user_message(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror or error}; check that path, or give another"
     return None
+
+
+def lacking_memory(error: BaseException) -> str | None:
+    """Return the message of an out-of-memory error in one line; None for another error."""
+    text = " ".join(str(error).split())
+    # PyTorch has a class for this error only on GPUs.
+    if not isinstance(error, MemoryError) and not re.search("(can't|Cannot) allocate memory|out of memory", text):
+        return None
+    return text[max(0, text.find("DefaultCPUAllocator")) :][:200] or type(error).__name__
 
 
 def _full_stream() -> str:

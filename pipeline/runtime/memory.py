@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -50,9 +51,10 @@ class MemoryLimit(NamedTuple):
 
 
 def host_memory_limit(processes: int) -> MemoryLimit:
-    """Return the even share of the node's memory that each of `processes` may use.
+    """Return the even share of the node's memory that each of `processes` may use, or what this one may use if less.
 
-    The lowest of the machine's memory, SLURM's limit and the limits of the control groups (versions 1 and 2) applies.
+    The lowest of the machine's memory, SLURM's limit and the limits of the control groups (versions 1 and 2) applies;
+    for a process, also those of `ulimit`.
     """
     limits = [MemoryLimit(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine")]
     if "SLURM_MEM_PER_NODE" in os.environ:
@@ -60,7 +62,8 @@ def host_memory_limit(processes: int) -> MemoryLimit:
     elif "SLURM_MEM_PER_CPU" in os.environ:
         cpus = int(os.environ.get("SLURM_CPUS_ON_NODE", "1"))
         limits.append(MemoryLimit(cpus * int(os.environ["SLURM_MEM_PER_CPU"]) << 20, "this job"))
-    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+    groups = Path("/proc/self/cgroup")
+    for line in groups.read_text(encoding="utf-8").splitlines() if groups.exists() else ():  # not Linux
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "memory"):
             mount = Path("/sys/fs/cgroup") / controllers
@@ -71,9 +74,11 @@ def host_memory_limit(processes: int) -> MemoryLimit:
                     if file.exists() and (size := file.read_text(encoding="utf-8").strip()).isdigit():
                         limits.append(MemoryLimit(int(size), "this process's control group"))
     lowest = min(limit for limit in limits if limit.size > 0)
-    if processes == 1:
-        return lowest
-    return MemoryLimit(lowest.size // processes, f"each of the {processes} processes on {lowest.owner}")
+    if processes > 1:
+        lowest = MemoryLimit(lowest.size // processes, f"each of the {processes} processes on {lowest.owner}")
+    kinds = {"v": resource.RLIMIT_AS, "d": resource.RLIMIT_DATA}
+    own = [MemoryLimit(resource.getrlimit(kind)[0], f"this process (ulimit -{name})") for name, kind in kinds.items()]
+    return min([lowest, *(limit for limit in own if limit.size != resource.RLIM_INFINITY)])
 
 
 def private_memory() -> int:

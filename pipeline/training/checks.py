@@ -28,6 +28,7 @@ from pipeline.runtime.backend import choose_backend, flash_takes, should_compile
 from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.devices import (
     ONE_GPU_NOTE,
+    TrainerOptions,
     best_precision,
     device_indices,
     gpus_mistake,
@@ -35,6 +36,7 @@ from pipeline.runtime.devices import (
     sees_own_gpu_only,
 )
 from pipeline.runtime.launch import JobStep
+from pipeline.runtime.memory import MemoryLimit, host_memory_limit
 from pipeline.training.build import build_data, refuse_optimizer
 from pipeline.training.recipe_checks import CheckResult, Report
 from pipeline.training.start import Plan, choose_bleu_tokenizer
@@ -81,6 +83,7 @@ def check_start(plan: Plan, report: Report) -> None:
     with report.part():
         check_trainer(recipe, plan.job, report)
     with report.part():
+        check_memory(plan)
         refuse_optimizer(recipe)
     note_long_warmup(recipe, report)
     with report.part():
@@ -106,6 +109,34 @@ def note_long_warmup(recipe: Recipe, report: Report) -> None:
             f"(training.warmup_steps {training.warmup_steps}, trainer.max_steps {last}), so the model will be poor: "
             f"give a shorter warm-up, such as --training.warmup_steps {max(1, last // 10)}, or train for longer"
         )
+
+
+def check_memory(plan: Plan) -> None:
+    """Raise InputError if the network with its gradients and moments does not fit into memory: the process is killed.
+
+    How large a micro-batch may be beside them is found out when training starts.
+    """
+    recipe = plan.recipe
+    check_settings(recipe.corpus)  # A network cannot have a negative number of pieces.
+    vocabulary_size = plan.tokenizer.vocabulary_size if plan.tokenizer else recipe.corpus.vocabulary_size
+    if plan.tokenizer is None and recipe.corpus.tokenizer is not None:
+        vocabulary_size = 1  # That of another model, which is not read here.
+    options = trainer_options(recipe.trainer, plan.job, recipe.run.timeout_seconds)
+    fits, weights = memory_of_weights(recipe, vocabulary_size, options)
+    if not fits:
+        raise InputError(f"network: {weights}; ask for more memory, or train a smaller network")
+
+
+def memory_of_weights(recipe: Recipe, vocabulary_size: int, options: TrainerOptions) -> tuple[bool, str]:
+    """Return whether weights, gradients and two moments fit into a device's memory, and a line that says so."""
+    with torch.device("meta"):
+        weights = Transformer(vocabulary_size, recipe.network).parameters()
+    needed = 4 * sum(weight.nbytes for weight in weights) * (2 if str(options["precision"]).startswith("64") else 1)
+    limit = host_memory_limit(len(device_indices(options)))
+    if options["accelerator"] != "cpu":
+        limit = MemoryLimit(torch.cuda.get_device_properties(0).total_memory, "this GPU")
+    line = f"weights, gradients and moments need {needed / 1e9:.1f} GB, and {limit.owner} has {limit.size / 1e9:.1f}"
+    return needed < limit.size, line
 
 
 def check_trainer(recipe: Recipe, job: JobStep | None, report: Report) -> None:

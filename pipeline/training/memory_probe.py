@@ -16,7 +16,7 @@ from data_module.translation_data_module import TranslationDataModule
 from model.training_module import TranslationModule
 from pipeline.checkpointing.checkpoint_io import checkpoint_io
 from pipeline.compat.lightning import call_as_step
-from pipeline.runtime.console import say
+from pipeline.runtime.console import lacking_memory, say
 from pipeline.runtime.memory import (
     MemoryLimit,
     can_measure_peak,
@@ -106,13 +106,19 @@ class MemoryProbe(Callback):
         # next part.
         for part, following in ((1, 0), (2, 4), (4, 16), (16, 16)):
             smaller, smaller_peak = size, peak
-            size, peak = part, peak_during(partial(self._steps, trainer, module, 16 // part))
+            try:
+                size, peak = part, peak_during(partial(self._steps, trainer, module, 16 // part))
+            except (RuntimeError, MemoryError) as error:
+                if (lacking := lacking_memory(error)) is None:
+                    raise
+                fitting = self._tokens * smaller // 16 or self._tokens // 32
+                raise self._does_not_fit(f"do not fit ({lacking})", fitting) from None
             growth = (peak - smaller_peak) / (size - smaller)
             fixed = peak - size * growth
             if fixed + following * growth + writer.copy.size > limit.size:
                 writer.release()
             if fixed + following * growth > limit.size:
-                raise self._does_not_fit(limit, fixed + 16 * growth, fixed)
+                raise self._needs_more(limit, fixed + 16 * growth, fixed)
         return peak, limit
 
     def _on_gpu(self, trainer: Trainer, module: TranslationModule) -> tuple[int, MemoryLimit]:
@@ -128,20 +134,24 @@ class MemoryProbe(Callback):
             torch.cuda.reset_peak_memory_stats(module.device)
             self._steps(trainer, module)
         except torch.cuda.OutOfMemoryError:
-            raise self._does_not_fit(limit, 2 * limit.size - fixed, fixed) from None
+            raise self._needs_more(limit, 2 * limit.size - fixed, fixed) from None
         return torch.cuda.max_memory_allocated(module.device), limit
 
-    def _does_not_fit(self, limit: MemoryLimit, needed: float, fixed: float) -> InputError:
+    def _needs_more(self, limit: MemoryLimit, needed: float, fixed: float) -> InputError:
         """Return the error; `fixed` of the bytes `needed` do not depend on the size of a micro-batch."""
-        fitting = int(0.9 * self._tokens * (limit.size - fixed) / max(needed - fixed, 1)) // 100 * 100
+        problem = f"need about {needed / _GB:.1f} GB, and {limit.owner} has {limit.size / _GB:.1f}"
+        return self._does_not_fit(problem, int(0.9 * self._tokens * (limit.size - fixed) / max(needed - fixed, 1)))
+
+    def _does_not_fit(self, problem: str, fitting: int) -> InputError:
+        """Return the error; `fitting` is a number of tokens that fits."""
+        fitting = fitting // 100 * 100
         way_out = (
             f"set it to {fitting} or less (the global batch stays the same)"
             if fitting >= self._data.longest
             else "ask for more memory, or train a smaller network"
         )
         return InputError(
-            f"batches.max_tokens_per_device: micro-batches of {self._tokens} tokens a side need about "
-            f"{needed / _GB:.1f} GB, and {limit.owner} has {limit.size / _GB:.1f}; {way_out}"
+            f"batches.max_tokens_per_device: micro-batches of {self._tokens} tokens a side {problem}; {way_out}"
         )
 
     def _steps(self, trainer: Trainer, module: TranslationModule, divisor: int = 1) -> None:

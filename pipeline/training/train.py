@@ -1,7 +1,9 @@
 """`fit` after its first checks: plan, corpus, backend, module, data, callbacks, Trainer, training."""
 
+import re
 import secrets
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -11,15 +13,16 @@ from data_module.errors import SCRIPTS
 from data_module.settings import CorpusSettings
 from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
 from pipeline.checkpointing.checkpoint import NO_IDENTITY, Identity
-from pipeline.checkpointing.run_folder import RunFolder, count_start
+from pipeline.checkpointing.run_folder import RunFolder, count_start, latest_valid, step_of
+from pipeline.config.recipe import Recipe
 from pipeline.runtime import signals
 from pipeline.runtime.backend import choose_backend
 from pipeline.runtime.compiled_code import start_compiler
-from pipeline.runtime.console import say
-from pipeline.runtime.devices import allow_tf32
-from pipeline.runtime.launch import process_rank
+from pipeline.runtime.console import Failure, lacking_memory, say
+from pipeline.runtime.devices import TrainerOptions, allow_tf32
+from pipeline.runtime.launch import node_name, process_rank
 from pipeline.training.build import build_callbacks, build_data, build_module, build_trainer
-from pipeline.training.checks import check_start
+from pipeline.training.checks import check_start, memory_of_weights
 from pipeline.training.new_corpus import prepare_and_report
 from pipeline.training.recipe_checks import Report
 from pipeline.training.start import Plan, Start, check_pairs, check_vocabulary, finished_reason
@@ -90,15 +93,48 @@ def train(start: Start) -> None:
     backend = choose_backend(run.kernels, run.compile, options, recipe.network)
     for line in (*backend.notes, backend.line()):
         say(line)
-    module = build_module(recipe, start.tokenizer, backend)
-    if plan.initial is not None:
-        module.network.load_state_dict(plan.initial.weights)
-    if backend.compiled and torch.cuda.is_available():
-        start_compiler()
-    data = build_data(recipe, start.tokenizer, backend)
-    if text_sources := data.validation_sources():
-        module.report_sources(text_sources.names, torch.from_numpy(text_sources.of_pair))
-    trainer = build_trainer(start, options, build_callbacks(start, data, backend))
-    with signals.keyboard_interrupt_recorded():
-        path = plan.resume.path if plan.resume else None
-        trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
+    with naming_failures(recipe, start.tokenizer.vocabulary_size, options):
+        with signals.not_recorded():  # This can take minutes and loses nothing.
+            module = build_module(recipe, start.tokenizer, backend)
+        if plan.initial is not None:
+            module.network.load_state_dict(plan.initial.weights)
+        if backend.compiled and torch.cuda.is_available():
+            start_compiler()
+        data = build_data(recipe, start.tokenizer, backend)
+        if text_sources := data.validation_sources():
+            module.report_sources(text_sources.names, torch.from_numpy(text_sources.of_pair))
+        trainer = build_trainer(start, options, build_callbacks(start, data, backend))
+        with signals.keyboard_interrupt_recorded():
+            path = plan.resume.path if plan.resume else None
+            trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
+
+
+@contextmanager
+def naming_failures(recipe: Recipe, vocabulary_size: int, options: TrainerOptions) -> Iterator[None]:
+    """Raise Failure with a line for the user where memory runs out or a loader process is killed."""
+    try:
+        yield
+    except (RuntimeError, MemoryError, OSError) as error:
+        batches, lacking = recipe.batches, lacking_memory(error)
+        # PyTorch raises it from a signal handler, in whatever the main thread does.
+        killed = re.search(r"DataLoader worker.* ((?:is|are) killed by signal: [^.]+|exited unexpectedly)", str(error))
+        if killed is not None:
+            problem = (
+                f"a loader process (batches.workers {batches.workers}) {killed[1]}, as when memory runs out; ask for "
+                "more memory, or lower batches.workers"
+            )
+        elif lacking is not None:
+            micro_batch = batches.max_tokens_per_device or batches.batch_tokens
+            # Those of validation are smaller.
+            fewer = max(recipe.corpus.max_tokens + 1, min(batches.batch_tokens // 8, micro_batch) // 2)
+            _, weights = memory_of_weights(recipe, vocabulary_size, options)
+            problem = (
+                f"out of memory ({lacking}): {weights}; ask for more memory, train a smaller network, or set "
+                f"batches.max_tokens_per_device to {fewer} or less"
+            )
+        else:
+            raise
+        rank = f"rank {process_rank()} on {node_name()}: " if process_rank() else ""
+        newest, _ = latest_valid(recipe.run_folder())
+        resumes = f"resumes from step {step_of(newest)}" if newest else "begins again, since no checkpoint was written"
+        raise Failure(f"{rank}{problem}; the run {resumes}") from None

@@ -1,12 +1,18 @@
 """The memory probe runs the largest micro-batches before the first step and restores all state afterwards."""
 
+import errno
 import gc
+import multiprocessing
 import os
+import re
+import resource
 import shutil
+import signal
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,10 +26,17 @@ from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import TranslationModule
+from model.transformer import Transformer
 from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
-from pipeline.runtime.console import quiet_lightning
+from pipeline.config.recipe import load_recipe
+from pipeline.runtime import signals
+from pipeline.runtime.console import Failure, quiet_lightning
 from pipeline.runtime.memory import MemoryLimit, host_memory_limit, private_memory
+from pipeline.training import checks, memory_probe, train
+from pipeline.training.build import build_callbacks
+from pipeline.training.fit import fit_recipe
 from pipeline.training.memory_probe import MemoryProbe
+from pipeline.training.start import Plan
 from tests.conftest import ALONE, program, refusal
 
 
@@ -113,6 +126,38 @@ def test_no_part_is_tried_that_would_not_fit(
     assert seen == tried
 
 
+def test_a_part_that_runs_out_of_memory(tiny_corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part before it fits. The limit on a process's addresses is no limit on what is resident."""
+    for largest, way_out in (
+        (4, "set it to 100 or less (the global batch stays the same)"),
+        (0, "ask for more memory"),
+    ):
+
+        def peak(work: partial[None], largest: int = largest) -> int:
+            if 16 // work.args[-1] > largest:
+                raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes")
+            return 1
+
+        monkeypatch.setattr("pipeline.training.memory_probe.peak_during", peak)
+        with pytest.raises(InputError) as refused:
+            fit(tiny_corpus, SMALL, 1, None)
+        problem = (
+            "micro-batches of 512 tokens a side do not fit (DefaultCPUAllocator: can't allocate memory: you tried 9"
+        )
+        assert f"{problem} bytes); {way_out}" in str(refused.value)
+
+
+def test_the_probe_takes_the_share_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a node with three ranks."""
+    asked: list[int] = []
+    monkeypatch.setattr(memory_probe, "host_memory_limit", lambda count: asked.append(count) or MemoryLimit(9, "this"))
+    monkeypatch.setattr(memory_probe, "peak_during", lambda _: 1)
+    monkeypatch.setattr(memory_probe, "checkpoint_io", lambda _: AtomicCheckpointIO())
+    trainer = SimpleNamespace(num_devices=3, world_size=6)
+    MemoryProbe(None)._on_cpu(trainer, None)  # type: ignore[arg-type]
+    assert asked == [3]
+
+
 def test_gradients_and_moments_are_in_memory_while_it_is_measured(
     tiny_corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +240,84 @@ def test_the_lowest_limit_applies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_MEM_PER_CPU", "20")
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "3")
     assert host_memory_limit(1) == (60 << 20, "this job")
+    # A limit of the process itself is not shared.
+    for kind, name in ((resource.RLIMIT_AS, "v"), (resource.RLIMIT_DATA, "d")):
+        limits = {kind: (14 << 20, 99 << 20)}
+        monkeypatch.setattr(resource, "getrlimit", lambda asked, own=limits: own.get(asked, (resource.RLIM_INFINITY,)))
+        assert host_memory_limit(1) == host_memory_limit(4) == (14 << 20, f"this process (ulimit -{name})")
+        assert host_memory_limit(5).size == 12 << 20
+
+
+@pytest.mark.parametrize(("precision", "needed"), [("32-true", 16), ("bf16-mixed", 16), ("64-true", 32)])
+def test_what_weights_gradients_and_moments_need(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, precision: str, needed: int
+) -> None:
+    """Of each weight: itself, its gradient and both of Adam's moments. A network that fits just so is not refused."""
+    recipe = load_recipe([recipe_file], ["--trainer.precision", precision, "--trainer.devices", "2"])
+    count = sum(weight.numel() for weight in Transformer(60, recipe.network).parameters())
+    for size, fits in ((needed * count, False), (needed * count + 1, True)):
+        monkeypatch.setattr(checks, "host_memory_limit", lambda ranks, size=size: MemoryLimit(size, f"each of {ranks}"))
+        message = "^network: weights, gradients and moments need 0.0 GB, and each of 2 has 0.0; ask for"
+        with nullcontext() if fits else pytest.raises(InputError, match=message):
+            checks.check_memory(Plan(recipe, None, False))
+
+
+class KillLoader(Callback):
+    """Kills a loader process in the fifth step."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+        if trainer.global_step == 5:
+            multiprocessing.active_children()[0].kill()
+
+
+def test_a_killed_loader_process_is_told_in_one_line(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "build_callbacks", lambda *given: [KillLoader(), *build_callbacks(*given)])
+    words = ["--run.folder", str(tmp_path / "run"), "--batches.workers", "2", "--trainer.max_steps", "400"]
+    with pytest.raises(Failure) as failed:
+        fit_recipe(load_recipe([recipe_file], words), False, None)
+    assert re.fullmatch(
+        r"a loader process \(batches\.workers 2\) (is killed by signal: Killed|exited unexpectedly), as when memory "
+        r"runs out; ask for more memory, or lower batches\.workers; the run resumes from step 4",
+        str(failed.value),
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"), "out of memory (DefaultCPUA"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 9 GiB"), "out of memory (CUDA out of memory. Tried to"),
+        (MemoryError(), "out of memory (MemoryError): weights, gradients and moments need 0.0 GB, and this"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory ([Errno 12] Cannot allocate memory): weights"),
+        (
+            RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "),
+            "a loader process (batches.workers 0)",
+        ),
+        (RuntimeError("a bug"), None),
+        (OSError(errno.EIO, "Input/output error"), None),
+    ],
+)
+def test_failures_while_the_network_is_built(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, line: str | None
+) -> None:
+    """Signals end the process meanwhile."""
+
+    def build(*_: object) -> None:
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        raise error
+
+    monkeypatch.setattr("pipeline.training.train.build_module", build)
+    signals.install()
+    with pytest.raises(type(error) if line is None else Failure) as failed:
+        fit_recipe(load_recipe([recipe_file], ["--run.folder", str(tmp_path / "run")]), False, None)
+    assert signal.getsignal(signal.SIGTERM) is signals.record
+    if line is None:
+        assert failed.value is error
+    else:
+        assert str(failed.value).startswith(line)
+        assert str(failed.value).endswith("; the run begins again, since no checkpoint was written")
 
 
 def test_freed_memory_is_released() -> None:
