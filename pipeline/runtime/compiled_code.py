@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
@@ -179,8 +180,12 @@ def compiled_code_folder() -> Path:
             raise OSError(
                 f"compiled code cannot be kept in {kept} ({_reason(error)}), nor in {temporary} ({_reason(other)})"
             ) from None
-        say(f"compiled code is kept in {temporary} instead of {kept}: {_reason(error)}")
+        _say_once(f"compiled code is kept in {temporary} instead of {kept}: {_reason(error)}")
         return folder
+
+
+_say_once = cache(say)
+"""Prints a line; several programs have the same folder."""
 
 
 def _reason(error: Exception) -> str:

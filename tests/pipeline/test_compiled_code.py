@@ -8,7 +8,7 @@ import pytest
 
 from data_module.errors import InputError
 from pipeline.runtime import compiled_code
-from pipeline.runtime.compiled_code import keep_compiled_code
+from pipeline.runtime.compiled_code import compiled_code_folder, keep_compiled_code
 
 INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 
@@ -55,6 +55,7 @@ def test_the_users_own_setting_is_kept(folders: tuple[Path, Path], monkeypatch: 
 def test_a_home_that_cannot_be_written(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     folders[0].parents[1].write_text("a file where a folder should be")
     keep_compiled_code()
+    assert compiled_code_folder() == folders[1]  # of the next program: the line comes once
     assert_kept_in(folders[1])
     [line] = capsys.readouterr().err.splitlines()
     assert line == f"compiled code is kept in {folders[1]} instead of {folders[0]}: Not a directory"
@@ -151,6 +152,7 @@ def test_folders_on_the_way_are_private_or_refused(
         for name in (INDUCTOR, TRITON):
             del os.environ[name]
         capsys.readouterr()
+        compiled_code._say_once.cache_clear()  # as in another process
         keep_compiled_code()
         assert_kept_in(expected)
         said = capsys.readouterr().err
