@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,6 +145,37 @@ def test_distillation(place: Path, trained_run: Path, capsys: pytest.CaptureFixt
     capsys.readouterr()
     assert plan(*words, "--corpus.vocabulary_size", 70)["student"].corpus.tokenizer is None
     assert "learns a vocabulary of its own (corpus.vocabulary_size: 70, but" in capsys.readouterr().err
+
+
+def test_weights_of_the_recipe_are_kept(place: Path) -> None:
+    """500 sentences, of which nine tenths are kept, beside 300 pairs with weight 0.5, and with weight 3."""
+    for weight, expected in ((0.5, [1.5, 1]), (3, [3, 2])):
+        text = f"{{source: train.source, target: train.target, weight: {weight}}}"
+        recipes = plan(*BACK, "--corpus.train", text)
+        assert [text.weight for text in recipes["round1"].corpus.train] == expected
+        for name in ("forward", "reverse1"):
+            assert [text.weight for text in recipes[name].corpus.train] == [weight]
+        shutil.rmtree("work")
+
+
+def test_the_teacher_translates_a_source_with_its_prefix(place: Path, trained_run: Path) -> None:
+    texts = [{"source": "train.source", "target": "train.target", "prefix": prefix} for prefix in ("<x>", "<y>")]
+    texts.append({"source": "validation.source", "target": "validation.target"})
+    given = ["--corpus.user_symbols", "[<x>, <y>]", "--corpus.train", json.dumps(texts)]
+    words = ["distillation", "--config", "mine.yaml", "--folder", "work", "--teacher", trained_run, *given]
+    recipes = plan(*words, "--beam", 2)
+    translate = [words for words in planned_commands() if words[0] == "translate"]
+    search = ["--beam", "2"]
+    assert [words[2:-2] for words in translate] == [
+        ["--source", "train.source", "--prefix", "<x>", *search],
+        ["--source", "train.source", "--prefix", "<y>", *search],
+        ["--source", "validation.source", *search],
+    ]
+    assert [(text.target, text.prefix) for text in recipes["student"].corpus.train] == [
+        ("work/texts/train1.target", "<x>"),
+        ("work/texts/train2.target", "<y>"),
+        ("work/texts/train3.target", None),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -291,6 +323,31 @@ def test_a_stage_runs_once(tmp_path: Path, runs: Callable[[str], None], capfd: p
     files[1].write_bytes(b"y")
     with pytest.raises(InputError, match=rf"{files[1]}: has changed since to-b was done; put it back, or remove"):
         run_stages(tmp_path, two, None)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_refused"),
+    [(None, None, True), (None, "stage", True), ("stage", None, True), ("stage", "stage", False)],
+)
+def test_a_whole_sequence_runs_alone_in_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one: str | None, other: str | None, is_refused: bool
+) -> None:
+    """Tasks of a job array run the same stage at the same time."""
+    stage, running = Stage("stage", (), (), ()), []
+
+    def run(*_: object) -> None:
+        running.append(stage)
+        if len(running) == 1:  # Another one is started while the first runs.
+            with (
+                pytest.raises(InputError, match="another synthesize writes to it; wait")
+                if is_refused
+                else nullcontext()
+            ):
+                run_stages(tmp_path, [stage], other)
+
+    monkeypatch.setattr(stages, "_run", run)
+    assert run_stages(tmp_path, [stage], one) == 0
+    assert len(running) == (1 if is_refused else 2)
 
 
 @pytest.mark.parametrize("code", [2, 75])

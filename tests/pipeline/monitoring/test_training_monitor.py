@@ -103,6 +103,24 @@ def test_steps_without_any_token_are_logged(tmp_path: Path) -> None:
     assert "train_perf/padding_share" in line
 
 
+def test_the_loss_is_that_of_the_tokens_of_all_ranks(tmp_path: Path) -> None:
+    """Of two ranks whose losses are the same. Each of them counts the target tokens of the whole step."""
+    log = RunLog(tmp_path, 0, writes=True)
+    strategy = SimpleNamespace(reduce=lambda sums, reduce_op: {"sum": 2, "mean": 1}[reduce_op] * sums)
+    trainer = SimpleNamespace(global_step=1, global_rank=0, world_size=2, logger=log, strategy=strategy)
+    outputs = defaultdict(lambda: torch.tensor(0.0))
+    outputs |= {"smoothed": torch.tensor(6.0), "likelihood": torch.tensor(4.0)}
+    outputs |= {"correct": torch.tensor(3.0), "tokens": torch.tensor(10.0)}
+    batch = RankBatch(torch.tensor([]), [], 0, num_target_tokens=10, epoch=0, index=0, num_batches=1)
+    monitor = TrainingMonitor(1)
+    monitor.nodes = ["one", "other"]
+    monitor.clock.start(torch.device("cpu"))
+    monitor.on_train_batch_end(trainer, None, outputs, batch, 0)  # type: ignore[arg-type]
+    [line] = read_metrics(tmp_path)
+    found = [line[f"train/{name}"] for name in ("loss", "negative_log_likelihood", "accuracy")]
+    assert found == pytest.approx([1.2, 0.8, 0.6])
+
+
 def test_goodput_while_the_clock_is_behind_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
     """100 s after the first submission, in a clock that is an hour behind, then in the first one again."""
     starts = [{"submitted": 1e9, "began": 1e9}, {"submitted": 1e9 - 3540, "began": 1e9 - 3540}]
