@@ -13,12 +13,21 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str, prefix: str = 
     return f"did you mean {prefix}{near[0]}?" if near else otherwise
 
 
+LARGEST = 10**12
+"""Largest count in a recipe, such as a number of steps or tokens: sums of such counts fit into 64 bits."""
+
+
 def check_range(settings: object, section: str, rule: str, is_valid: Callable[[Any], bool], *names: str) -> None:
-    """Raise ValueError for the first of these settings that is neither None nor valid; `rule` says what is."""
+    """Raise ValueError for the first of these settings that is neither None nor valid; `rule` says what is.
+
+    No whole number but a seed may be above `LARGEST`.
+    """
     for name in names:
         value = getattr(settings, name)
         if value is not None and not is_valid(value):
             raise ValueError(f"{section}.{name} {value} is not {rule}")
+        if isinstance(value, int) and value > LARGEST and name != "seed":
+            raise ValueError(f"{section}.{name} {value} is too large; give {LARGEST:,} or less")
 
 
 class Registry(dict[str, T]):

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field, fields
 
 from data_module.files import PathText
-from data_module.registry import check_range
+from data_module.registry import LARGEST, check_range
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class TextSource:
             )
         if (self.source_language or self.target_language) and not (self.dataset or self.reader):
             raise ValueError("`source_language` and `target_language` of a text source are for data sets; remove them")
-        if self.repeat < 1:
-            raise ValueError(f"`repeat` of a text source is {self.repeat}; it must be 1 or more")
+        if not 1 <= self.repeat <= LARGEST:
+            raise ValueError(f"`repeat` of a text source is {self.repeat}; it must be 1 or more, up to {LARGEST:,}")
         if self.name is not None and not re.fullmatch(r"[\w.-]+", self.name):
             raise ValueError(f"`name` of a text source is {self.name!r}; use letters, digits, `_`, `-` and `.`")
         if not 0 < self.weight < float("inf"):
@@ -190,4 +190,4 @@ class BatchSettings:
 
     def __post_init__(self) -> None:
         check_range(self, "batches", "1 or more", lambda count: count >= 1, "batch_tokens", "max_tokens_per_device")
-        check_range(self, "batches", "0 or more", lambda count: count >= 0, "workers")
+        check_range(self, "batches", "from 0 to 1,000", lambda count: 0 <= count <= 1000, "workers")

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from data_module.errors import InputError
 from data_module.files import PathText, PlainValues
-from data_module.registry import check_range
+from data_module.registry import LARGEST, check_range
 
 LIKELIHOOD = "likelihood"
 """The value of `run.best_by` that is no metric of translations."""
@@ -57,8 +57,9 @@ class RunSettings:
     """How long a rank waits for another one before it ends with an error that names it."""
 
     def __post_init__(self) -> None:
-        positive = "keep_last", "log_every_steps", "timeout_seconds", "checkpoint_every_steps", "patience"
+        positive = "keep_last", "log_every_steps", "checkpoint_every_steps", "patience"
         check_range(self, "run", "1 or more", lambda count: count >= 1, *positive)
+        check_range(self, "run", "from 1 to 1,000,000,000", lambda count: 1 <= count <= 10**9, "timeout_seconds")
         check_range(self, "run", "more than 0", lambda minutes: minutes > 0, "checkpoint_every_minutes")
         check_range(self, "run", "0 or more", lambda count: count >= 0, "validation_translations")
         # PyTorch's generators take no more.
@@ -138,9 +139,10 @@ def validate_trainer_keys(options: PlainValues) -> None:
     """Raise InputError for values of a recipe's `trainer:` that are out of range, and without `max_steps`."""
     if "max_steps" not in options:
         raise InputError("trainer.max_steps is missing; give the number of optimizer steps")
-    for key in ("max_steps", "val_check_interval"):
-        if (steps := options.get(key, 1)) < 1:  # -1 means "without end" to Lightning; a run has a last step.
-            raise InputError(f"trainer.{key} {steps} is not a number of steps; give 1 or more")
+    for key, least in (("max_steps", 1), ("val_check_interval", 1), ("min_steps", 0)):
+        steps = options.get(key)  # -1 means "without end" to Lightning; a run has a last step.
+        if steps is not None and not least <= steps <= LARGEST:
+            raise InputError(f"trainer.{key} {steps} is not a number of steps; give {least} or more, up to {LARGEST:,}")
     max_seconds(options.get("max_time"))
 
 

@@ -130,7 +130,7 @@ def device_indices(options: TrainerOptions) -> list[int]:
     try:
         if isinstance(devices, str):
             devices = [int(part) for part in devices.split(",") if part] if "," in devices else int(devices)
-        indices = devices if isinstance(devices, list) else list(range(devices))
+        indices = devices if isinstance(devices, list) else list(range(devices if devices <= 100_000 else 0))
     except ValueError:
         indices = []
     if not indices or min(indices) < 0 or (isinstance(devices, list) and not on_gpu):

@@ -10,6 +10,7 @@ import json
 import textwrap
 import types
 import typing
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields, is_dataclass
 
@@ -159,7 +160,7 @@ def _value(hint: object, key: str, limits: Callable[[], Schema]) -> Schema:
 
 
 def _limits(accepts: Callable[[float], bool]) -> Schema:
-    """Return the range of a number, found by trying values; a range ends at 0 or 1, or does not end."""
+    """Return the range of a number, found by trying values; it ends at 0, 1 or a number below a million, or not."""
     found: Schema = {}
     if not accepts(-1):
         if accepts(0):
@@ -170,6 +171,8 @@ def _limits(accepts: Callable[[float], bool]) -> Schema:
             found["minimum"] = 1
     if not accepts(2):
         found |= {"maximum": 1} if accepts(1) else {"exclusiveMaximum": 1}
+    elif not accepts(1_000_000):
+        found["maximum"] = 1 + bisect_left(range(2, 1_000_000), True, key=lambda value: not accepts(value))
     return found
 
 

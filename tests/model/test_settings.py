@@ -6,8 +6,9 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from data_module.settings import BatchSettings
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings, changed_keys
-from pipeline.config.settings import RunSettings
+from pipeline.config.settings import MonitoringSettings, RunSettings
 
 
 def test_defaults_are_the_papers() -> None:
@@ -45,6 +46,17 @@ PEAKED = ("inverse_sqrt", "linear", "cosine")
         (TrainingSettings, {"gradient_clip_norm": math.inf}, "training.gradient_clip_norm inf "),
         (TrainingSettings, {"warmup_steps": 0}, "1 or more"),
         (TrainingSettings, {"warmup_steps": -1}, "1 or more"),
+        (TrainingSettings, {"warmup_steps": 10**21}, f"training.warmup_steps {10**21} is too large; give "),
+        (NetworkSettings, {"d_ff": 10**7}, "network.d_ff 10000000 is not 1,000,000 or less"),
+        (NetworkSettings, {"num_decoder_layers": 10**5}, "network.num_decoder_layers 100000 is not 10,000 or less"),
+        (
+            BatchSettings,
+            {"batch_tokens": 10**13},
+            f"batches.batch_tokens {10**13} is too large; give 1,000,000,000,000 or",
+        ),
+        (BatchSettings, {"workers": 10**6}, "batches.workers 1000000 is not from 0 to 1,000"),
+        (RunSettings, {"timeout_seconds": 10**12}, f"run.timeout_seconds {10**12} is not from 1 to "),
+        (MonitoringSettings, {"embedding_pieces": 10**21}, f"monitoring.embedding_pieces {10**21} is too large"),
         (TrainingSettings, {"muon_momentum": 0.9}, "muon_momentum has no effect on training.optimizer adam; give"),
         (TrainingSettings, {"peak_learning_rate": 1e-3}, "learning_rate_factor instead"),
         *((TrainingSettings, {"schedule": one}, f"schedule {one} needs training.peak_learning_rate") for one in PEAKED),
@@ -61,6 +73,8 @@ def test_what_is_refused(settings: type, values: dict[str, object], said: str) -
 
 
 def test_what_is_accepted() -> None:
+    RunSettings(seed=2**63 - 1)
+    TrainingSettings(warmup_steps=10**12)
     for schedule in (*PEAKED, "registered elsewhere"):
         TrainingSettings(schedule=schedule, peak_learning_rate=1e-9)
     for optimizer in ("muon", "registered elsewhere"):

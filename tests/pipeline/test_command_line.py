@@ -134,6 +134,7 @@ def test_a_command_finishes_its_work_though_nobody_reads_its_output(
         assert as_typed(monkeypatch, "average", trained_run, "--last", 2, "--output", output) == 0
         assert output.is_file()
         assert as_typed(monkeypatch, "average", trained_run, "--last", 99) == 2
+        assert as_typed(monkeypatch, "doctor", tmp_path / "none.yaml") == 1
         for _ in range(2):
             logging.getLogger("data_module").info("a message")
             tqdm([1], file=sys.stderr).update()

@@ -161,6 +161,17 @@ MISTAKES: dict[str, tuple[Callable[[Place], None], str]] = {
     "no GPU": (trainer(accelerator="gpu"), "trainer.accelerator gpu: torch finds no GPU; "),
     "a precision": (trainer(precision="16-true"), "trainer.precision must be one of 'bf16-mixed', '16-mixed'"),
     "no steps": (trainer(max_steps=-1), "trainer.max_steps -1 is not a number of steps; give 1 or more"),
+    "too many steps": (trainer(max_steps="1e21"), f"trainer.max_steps {10**21} is not a number of steps; give 1 or mo"),
+    "steps of the least": (trainer(min_steps=-1), "trainer.min_steps -1 is not a number of steps; give 0 or more"),
+    "an interval": (
+        trainer(val_check_interval="1e13"),
+        f"trainer.val_check_interval {10**13} is not a number of",
+    ),
+    "many devices": (trainer(devices=10**9), "trainer.devices 1000000000: cannot be used on a CPU; give a number of"),
+    "a large network": (
+        settings(network__d_model=10**6, network__d_ff=10**6, network__num_layers=100),
+        "network: weights, gradients and moments need ",
+    ),
     "half an interval": (trainer(val_check_interval=0.5), "trainer.val_check_interval must be a whole number, not 0.5"),
     "no duration": (trainer(max_time="45"), "trainer.max_time 45 is not a duration; give days:hours:minutes:seconds"),
     "a metric": (settings(run__best_by="exact_mach"), "run.best_by 'exact_mach' is not registered; did you mean"),
