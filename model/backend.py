@@ -10,7 +10,6 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from model.decoding import BeamSearch, GreedyResult
-from model.loss import PYTORCH_LOSS, LossFunctions
 from model.packed_attention import PLAIN_ATTENTION, RowAttention, Segments
 from model.transformer import Transformer
 
@@ -45,7 +44,6 @@ class Backend:
     precision: str = "32-true"
     """Lightning's name."""
     attention: RowAttention = PLAIN_ATTENTION
-    loss: LossFunctions = PYTORCH_LOSS
     compiled: Callable[[Transformer], Forward] | None = None
     """Returns a compiled `Transformer.rows`; None to call it as it is. Validation is not compiled, and plain attention
     cannot be: groups of sentences differ in shape from step to step."""
@@ -59,7 +57,6 @@ class Backend:
         return {
             "precision": self.precision,
             "attention": self.attention.name,
-            "loss": self.loss.name,
             "compilation": "Inductor" if self.compiled else "none",
             "search": self.search.name,
         }

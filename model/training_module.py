@@ -116,7 +116,6 @@ class TranslationModule(LightningModule):
             self.training_settings.label_smoothing,
             self.special.pad,
             scale=scale,
-            functions=self.backend.loss,
             r_drop_alpha=alpha,
         )
 

@@ -32,7 +32,7 @@ LAYERS = {
         "registry",
         "errors",
     ],
-    "model": ["model", "torch_private"],
+    "model": ["model", "beyond", "torch_private"],
     "pipeline": [
         "__main__",
         "api",

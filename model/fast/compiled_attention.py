@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor
 
 from model.attention import attention
-from model.fast.compiled_loss import load_function
 from model.packed_attention import RowAttention, Segments, split_inputs
 
 SOURCES = tuple(Path(__file__).parent / name for name in ("attention.cpp", "vectors.h"))
@@ -37,12 +37,27 @@ class _Request(ctypes.Structure):
     )
 
 
+def load_function(path: Path) -> Callable[[object], int]:
+    """Load the compiled program and return its function, which takes a pointer to a request and returns 0 on success.
+
+    A program runs with this process's rights: see `pipeline/runtime/compiled_code.py`.
+
+    Raises OSError if the file is no such program.
+    """
+    try:
+        function = ctypes.CDLL(str(path)).compute_attention
+    except AttributeError as error:
+        raise OSError(f"{path} is no compiled attention: {error}") from None
+    function.argtypes, function.restype = [ctypes.POINTER(_Request)], ctypes.c_int64
+    return function
+
+
 class CompiledAttention:
     """The compiled program. It is pickled as its path."""
 
     def __init__(self, path: Path) -> None:
         """Load a compiled program, as `load_function` does."""
-        self._path, self._compute = path, load_function(path, "attention", _Request)
+        self._path, self._compute = path, load_function(path)
 
     def __reduce__(self) -> tuple[type["CompiledAttention"], tuple[Path]]:
         return CompiledAttention, (self._path,)

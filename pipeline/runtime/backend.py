@@ -13,10 +13,9 @@ import torch
 
 from data_module.errors import InputError
 from model.backend import PYTORCH_SEARCH, Backend, Search
-from model.fast import compiled_attention, compiled_loss, packed_linear
+from model.fast import compiled_attention, packed_linear
 from model.fast import compiled_search as search_program
 from model.fast.compilation import CompiledForward
-from model.loss import PYTORCH_LOSS
 from model.packed_attention import FLASH_ATTENTION, PLAIN_ATTENTION
 from model.settings import NetworkSettings
 from model.transformer import Transformer
@@ -42,7 +41,7 @@ def choose_backend(
     """
     precision = str(options["precision"])
     notes: list[str] = []
-    parts: dict[str, Any] = {"attention": PLAIN_ATTENTION, "loss": PYTORCH_LOSS, "search": PYTORCH_SEARCH}
+    parts: dict[str, Any] = {"attention": PLAIN_ATTENTION, "search": PYTORCH_SEARCH}
     if flash_takes(options, network):
         parts["attention"] = FLASH_ATTENTION
     elif options["accelerator"] == "cpu" and kernels is None:
@@ -55,10 +54,8 @@ def _compiled_programs(precision: str, network: NetworkSettings, notes: list[str
     """Return the compiled parts to use, by their names in `Backend`; add a note about parts that cannot be loaded."""
     is_float32 = precision in _FLOAT32
     loaders: dict[str, Callable[[], Any]] = {}
-    if is_float32 or precision == "bf16-mixed":
-        if _compiled_attention_takes(network):
-            loaders["attention"] = lambda: load_compiled_attention().attention()
-        loaders["loss"] = lambda: load_compiled_loss().functions()
+    if (is_float32 or precision == "bf16-mixed") and _compiled_attention_takes(network):
+        loaders["attention"] = lambda: load_compiled_attention().attention()
     is_faster = is_float32 or (precision == "bf16-mixed" and network.d_model <= _SEARCHES_IN_FLOAT32)
     if is_faster and search_program.unsupported(network) is None:
         loaders["search"] = compiled_search
@@ -154,12 +151,6 @@ def load_compiled_attention() -> compiled_attention.CompiledAttention:
     """Return the compiled attention; raise OSError as `load_program` does."""
     module = compiled_attention
     return load_program(Program("attention", module.SOURCES, module.CompiledAttention, module.agrees))
-
-
-def load_compiled_loss() -> compiled_loss.CompiledLoss:
-    """Return the compiled loss; raise OSError as `load_program` does."""
-    module = compiled_loss
-    return load_program(Program("loss", module.SOURCES, module.CompiledLoss, module.agrees))
 
 
 def load_compiled_search() -> ctypes.CDLL:

@@ -24,7 +24,7 @@ from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch
 from model import packed_attention
 from model.backend import Backend
 from model.fast.compilation import CompiledForward
-from model.loss import PYTORCH_LOSS, LossSums
+from model.loss import LossSums
 from model.training_module import StepOutputs, TranslationModule
 from pipeline.__main__ import main
 from pipeline.compat.lightning import SingleStreamDDP, call_as_step
@@ -106,13 +106,13 @@ def slow_rank() -> None:
 
 
 def other_backend() -> None:
-    """Rank 1 has PyTorch's loss, and flash attention."""
+    """Rank 1 has flash attention."""
 
     def changed(*arguments: object) -> Backend:
         chosen = choose_backend(*arguments)
         if process_rank() == 0:
             return chosen
-        return replace(chosen, loss=PYTORCH_LOSS, attention=packed_attention.FLASH_ATTENTION, notes=("no compiler",))
+        return replace(chosen, attention=packed_attention.FLASH_ATTENTION, notes=("no compiler",))
 
     backend.choose_backend = changed
 

@@ -108,7 +108,7 @@ def test_output(recipe_file: Path, tmp_path: Path) -> None:
     )
     assert [line for line in lines if not re.match(own, line)] == []
     assert len(lines) == 11
-    chosen = "precision 32-true, attention plain, loss C++, compilation none"
+    chosen = "precision 32-true, attention plain, compilation none"
     assert sum(line.startswith(f"backend: {chosen}, ") for line in lines) == 1
     [start] = [json.loads(line) for line in (tmp_path / "run" / STARTS).read_text().splitlines()]
     assert ", ".join(f"{part} {choice}" for part, choice in start["backend"].items()).startswith(chosen)

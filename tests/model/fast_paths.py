@@ -7,7 +7,7 @@ on the same rounded inputs. A new fast path is a row here.
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -20,11 +20,10 @@ from model.fast.compilation import CompiledForward
 from model.fast.compiled_search import CompiledSearch
 from model.fast.dropout import Dropout
 from model.fast.packed_linear import PackedLinear, PackedProjection
-from model.loss import LossFunctions, read_logit_pairs, read_logits
 from model.packed_attention import FLASH_ATTENTION, RowAttention
 from model.settings import NetworkSettings
 from model.transformer import Transformer
-from pipeline.runtime.backend import load_compiled_attention, load_compiled_loss, load_compiled_search
+from pipeline.runtime.backend import load_compiled_attention, load_compiled_search
 from tests.model import kernel_cases
 from tests.model.sentence_batches import VOCABULARY, arguments, masked_attention, packed, upstream
 
@@ -62,32 +61,6 @@ def compare(
         largest = float(other.detach().abs().max()) if other.numel() else 0.0
         difference = (one.detach().double() - other.detach()).abs().max() if other.numel() else 0.0
         assert difference <= TOLERANCES[dtype] * largest, f"{difference} of {largest}"
-
-
-def check_loss(functions: Callable[[], LossFunctions], dtype: torch.dtype, num_classes: int) -> None:
-    """One pass and two, with and without a gradient: `model.loss.read_logits` and `read_logit_pairs`."""
-    generator = torch.Generator().manual_seed(num_classes)
-    logits = 3 * torch.randn(10, num_classes, generator=generator)
-    targets = torch.randint(num_classes, (5,), generator=generator)
-    targets[0], targets[1] = 0, num_classes - 1
-    # Passes that contradict each other. With 20, the divergence would multiply the rounding of a sum of 3,000
-    # probabilities beyond the tolerance, on processors that add few of them at a time.
-    logits[0, 0], logits[1, 0] = 8, -8
-    logits[4] = logits[5]  # a divergence of 0
-    # Would overflow without the largest. Not larger, since a rounding of the largest is an error of all probabilities.
-    logits[6] = torch.arange(num_classes) % 7 * 50.0
-    logits[7] = logits[6] + 1
-    inputs = [logits, targets.repeat_interleave(2).unsqueeze(1)]
-    for plain, alpha in ((read_logits, ()), (read_logit_pairs, (3.0,))):
-        for with_gradient in (False, True):
-            fast = partial(_call, getattr(functions(), plain.__name__), torch.float32, with_gradient, *alpha)
-            compare(partial(_call, plain, torch.float64, with_gradient, *alpha), fast, inputs, dtype)
-
-
-def _call(function: Callable[..., Result], sum_dtype: torch.dtype, with_gradient: bool, *rest: Any) -> Result:
-    """Call an implementation of `read_logits` or `read_logit_pairs`; the last two arguments are the tensors."""
-    *alpha, logits, targets = rest
-    return function(logits.clone(), targets, sum_dtype, 0.1, with_gradient, *alpha)
 
 
 def check_attention(
@@ -161,19 +134,12 @@ def check_search(case: int) -> None:
     torch.testing.assert_close(found.scores.double(), wanted.scores.double(), rtol=1e-5, atol=1e-5)
 
 
-def _compiled_loss() -> LossFunctions:
-    return load_compiled_loss().functions()
-
-
 def _projection(kind: Callable[..., nn.Module]) -> Callable[[nn.Linear], Callable[[Tensor], Tensor]]:
     return lambda linear: lambda x: kind(linear)(x, linear.weight.detach())
 
 
 CPU_DTYPES, GPU_DTYPES = [torch.float32, torch.bfloat16], [torch.float32, torch.float16, torch.bfloat16]
 FAST_PATHS = {
-    "loss in C++": FastPath(
-        check_loss, [(_compiled_loss, dtype, count) for dtype in CPU_DTYPES for count in (2, 3, 16, 33, 50, 3000)]
-    ),
     "attention in C++": FastPath(
         check_attention,
         [

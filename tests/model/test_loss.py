@@ -11,7 +11,6 @@ from torch.overrides import TorchFunctionMode
 
 import model.loss
 from model.loss import label_smoothed_loss, plain_loss
-from pipeline.runtime.backend import load_compiled_loss
 from tests.model.loss_truth import PAD, plain_r_drop, problem, two_passes
 
 
@@ -30,7 +29,7 @@ class Products(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         result = function(*arguments, **options or {})
-        if "matmul" in function.__name__ and result.dim() == 2:
+        if function.__name__.strip("_") in ("matmul", "rmatmul", "mm") and result.dim() == 2:
             self.sizes.append(result.shape)
         return result
 
@@ -173,19 +172,30 @@ def test_sums_over_bfloat16_states_are_float32(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_probabilities_of_bfloat16_logits_are_float32() -> None:
-    logits, target = torch.zeros(2, 50, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64)
-    assert model.loss.read_logits(logits, target, torch.float32, 0.1, False)[2].dtype == torch.float32
+    states, weight = torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(50, 3, dtype=torch.bfloat16)
+    sums = label_smoothed_loss(states, weight, torch.tensor([1, 2]), 0.1, PAD)
+    assert sums.smoothed.item() == pytest.approx(2 * math.log(50), rel=1e-6)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 2.0])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_state_that_is_not_finite_reaches_loss_and_gradient(alpha: float, value: float) -> None:
+    """So that the step is skipped."""
+    states, weight, targets = (two_passes if alpha else problem)(torch.float32)
+    with torch.no_grad():
+        states.view(-1, 8)[0, 3] = value
+    smoothed = label_smoothed_loss(states, weight, targets, 0.1, PAD, r_drop_alpha=alpha).smoothed
+    assert not smoothed.isfinite()
+    assert not any(one.isfinite().all() for one in torch.autograd.grad(smoothed, [states, weight]))
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_extreme_logits_stay_finite(alpha: float, compiled: bool) -> None:
+def test_extreme_logits_stay_finite(alpha: float) -> None:
     """Of two tokens, or of two passes over one."""
     states, weight = torch.tensor([[[1e4]], [[-1e4]]]), torch.tensor([[1.0], [-1.0], [0.5]], requires_grad=True)
     states = (states if alpha else states[:, 0]).requires_grad_()
-    functions = load_compiled_loss().functions() if compiled else model.loss.PYTORCH_LOSS
     targets = torch.tensor([1] if alpha else [1, 1])
-    sums = label_smoothed_loss(states, weight, targets, 0.1, -1, functions=functions, r_drop_alpha=alpha)
+    sums = label_smoothed_loss(states, weight, targets, 0.1, -1, r_drop_alpha=alpha)
     sums.smoothed.backward()
     assert all(one.isfinite().all() for one in (*sums, states.grad, weight.grad))
     if not alpha:
@@ -216,40 +226,52 @@ def test_the_gradient_of_one_input_alone() -> None:
 GIGABYTE = 1 << 30
 
 
+def chunk_tokens(tokens: int, pieces: int, device: str, dtype: torch.dtype, alpha: float = 0.0) -> int:
+    options = model.loss._Options(0.1, PAD, dtype, torch.float32, True, None, alpha)
+    found = model.loss._chunk_tokens(tokens, pieces, torch.device(device), options)
+    assert isinstance(found, int)
+    return found
+
+
 @pytest.mark.parametrize(
-    ("rows", "memory", "dtype", "in_place", "expected"),
+    ("tokens", "memory", "dtype", "alpha", "expected"),
     [
-        # 1/64 is 1,342,177,280 bytes. A row of 37,000 logits has 74,000 bytes: 18,137 rows fit, so two chunks.
-        (25_000, 80 * GIGABYTE, torch.bfloat16, True, 12_544),
+        # 1/64 is 1,342,177,280 bytes. With 6 bytes a logit, a row of 37,000 has 222,000: 6,045 fit, so five chunks.
+        (25_000, 80 * GIGABYTE, torch.bfloat16, 0.0, 5_120),
         # With 8 bytes a logit 4,534 rows fit: six chunks of 4,167 rows, and the next multiple of 128.
-        (25_000, 80 * GIGABYTE, torch.bfloat16, False, 4_224),
-        # 148,000 bytes a row: 9,068 rows fit, so three chunks of 8,334.
-        (25_000, 80 * GIGABYTE, torch.float32, True, 8_448),
-        # 12 bytes a logit: 3,022 rows fit, so nine chunks of 2,778.
-        (25_000, 80 * GIGABYTE, torch.float32, False, 2_816),
-        (18_137, 80 * GIGABYTE, torch.bfloat16, True, 18_176),
-        (18_138, 80 * GIGABYTE, torch.bfloat16, True, 9_088),
-        # 141 GiB hold more than a step.
-        (25_000, 141 * GIGABYTE, torch.bfloat16, True, 25_088),
-        (100, 80 * GIGABYTE, torch.bfloat16, True, 128),
-        # 56 rows fit, which is less than the smallest chunk.
-        (25_000, GIGABYTE // 4, torch.bfloat16, True, 128),
+        (25_000, 80 * GIGABYTE, torch.float32, 0.0, 4_224),
+        (6_045, 80 * GIGABYTE, torch.bfloat16, 0.0, 6_144),
+        (6_046, 80 * GIGABYTE, torch.bfloat16, 0.0, 3_072),
+        (10_000, 141 * GIGABYTE, torch.bfloat16, 0.0, 10_112),
+        (100, 80 * GIGABYTE, torch.bfloat16, 0.0, 128),
+        # 18 rows fit, which is less than the smallest chunk.
+        (25_000, GIGABYTE // 4, torch.bfloat16, 0.0, 128),
+        # Two passes: with 14 bytes a logit 2,591 rows fit, so 20 chunks.
+        (50_000, 80 * GIGABYTE, torch.bfloat16, 5.0, 2_560),
     ],
 )
 def test_rows_of_a_chunk_on_a_gpu_by_hand(
-    rows: int, memory: int, dtype: torch.dtype, in_place: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+    tokens: int, memory: int, dtype: torch.dtype, alpha: float, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For 37,000 pieces, on GPUs of several sizes."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory))
-    assert model.loss._chunk_tokens(rows, 37_000, torch.device("cuda"), dtype, in_place) == expected
+    assert chunk_tokens(tokens, 37_000, "cuda", dtype, alpha) == expected
 
 
-def test_rows_of_a_chunk_of_two_passes_and_on_a_cpu_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """50,000 rows: 18,137 fit with Triton's kernel. With 16 bytes a logit without it 2,267 fit, so 23 chunks."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIGABYTE))
-    for in_place, expected in ((True, 16_768), (False, 2_176)):
-        found = model.loss._chunk_tokens(50_000, 37_000, torch.device("cuda"), torch.bfloat16, in_place, passes=2)
-        assert found == expected
-    # 16,777,216 logits on a CPU.
-    for passes, pieces, expected in ((2, 37_000, 452), (2, 1 << 24, 2), (1, 37_000, 453), (1, 1 << 25, 1)):
-        assert model.loss._chunk_tokens(50_000, pieces, torch.device("cpu"), torch.bfloat16, False, passes) == expected
+@pytest.mark.parametrize(
+    ("pieces", "dtype", "alpha", "expected"),
+    [
+        # 16,777,216 logits; in float32 a fourth of them, but 512 rows if that many rows have so many logits.
+        (8_000, torch.bfloat16, 0.0, 2_097),
+        (8_000, torch.float32, 0.0, 524),
+        (8_000, torch.float64, 0.0, 524),
+        (10_000, torch.float32, 0.0, 512),
+        (37_000, torch.float32, 0.0, 453),
+        (37_000, torch.bfloat16, 2.0, 452),
+        (10_000, torch.float32, 2.0, 512),
+        (1 << 24, torch.float32, 2.0, 2),
+        (1 << 25, torch.float32, 0.0, 1),
+    ],
+)
+def test_rows_of_a_chunk_on_a_cpu_by_hand(pieces: int, dtype: torch.dtype, alpha: float, expected: int) -> None:
+    assert chunk_tokens(50_000, pieces, "cpu", dtype, alpha) == expected

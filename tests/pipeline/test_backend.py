@@ -54,19 +54,19 @@ def test_each_process_asks_its_own_gpu(gpu: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("accelerator", "precision", "kernels", "settings", "parts"),
     [
-        ("cpu", "bf16-mixed", None, {}, ("C++", "C++", "PyTorch")),
-        ("cpu", "bf16-mixed", None, {"d_model": 256}, ("C++", "C++", "C++")),
-        ("cpu", "32-true", None, {}, ("C++", "C++", "C++")),
-        ("cpu", "32-true", "pytorch", {}, ("plain", "PyTorch", "PyTorch")),
-        ("cpu", "64-true", None, {"d_model": 256}, ("plain", "PyTorch", "PyTorch")),
-        ("cpu", "16-mixed", None, {"d_model": 256}, ("plain", "PyTorch", "PyTorch")),
-        ("mps", "32-true", None, {"d_model": 256}, ("plain", "PyTorch", "PyTorch")),
+        ("cpu", "bf16-mixed", None, {}, ("C++", "PyTorch")),
+        ("cpu", "bf16-mixed", None, {"d_model": 256}, ("C++", "C++")),
+        ("cpu", "32-true", None, {}, ("C++", "C++")),
+        ("cpu", "32-true", "pytorch", {}, ("plain", "PyTorch")),
+        ("cpu", "64-true", None, {"d_model": 256}, ("plain", "PyTorch")),
+        ("cpu", "16-mixed", None, {"d_model": 256}, ("plain", "PyTorch")),
+        ("mps", "32-true", None, {"d_model": 256}, ("plain", "PyTorch")),
         # The compiled attention takes heads of whole vectors, without dropout; the compiled search knows one norm.
-        ("cpu", "32-true", None, {"d_k": 16, "d_v": 48}, ("C++", "C++", "C++")),
-        ("cpu", "32-true", None, {"d_k": 24}, ("plain", "C++", "C++")),
-        ("cpu", "32-true", None, {"d_v": 8}, ("plain", "C++", "C++")),
-        ("cpu", "32-true", None, {"attention_dropout": 0.1}, ("plain", "C++", "C++")),
-        ("cpu", "32-true", None, {"norm": "rms"}, ("C++", "C++", "PyTorch")),
+        ("cpu", "32-true", None, {"d_k": 16, "d_v": 48}, ("C++", "C++")),
+        ("cpu", "32-true", None, {"d_k": 24}, ("plain", "C++")),
+        ("cpu", "32-true", None, {"d_v": 8}, ("plain", "C++")),
+        ("cpu", "32-true", None, {"attention_dropout": 0.1}, ("plain", "C++")),
+        ("cpu", "32-true", None, {"norm": "rms"}, ("C++", "PyTorch")),
     ],
 )
 def test_what_is_compiled(
@@ -74,15 +74,15 @@ def test_what_is_compiled(
     precision: str,
     kernels: str | None,
     settings: dict[str, object],
-    parts: tuple[str, str, str],
+    parts: tuple[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(NORMS, "rms", nn.RMSNorm)
     options = {"accelerator": accelerator, "precision": precision}
     backend = choose_backend(kernels, None, options, NetworkSettings(**settings))
-    assert (backend.attention.name, backend.loss.name, backend.search.name, backend.notes) == (*parts, ())
+    assert (backend.attention.name, backend.search.name, backend.notes) == (*parts, ())
     assert not backend.attention.constant_rows
-    assert f"attention {parts[0]}, loss {parts[1]}, " in backend.line()
+    assert f"attention {parts[0]}, compilation none, search {parts[1]}" in backend.line()
 
 
 @pytest.mark.filterwarnings("ignore:.*Trainer")
@@ -131,7 +131,7 @@ def test_what_flash_attention_cannot_take_is_plain(
     for accelerator in ("gpu", "cuda", "auto"):
         options = {"accelerator": accelerator, "precision": precision}
         backend = choose_backend("pytorch", False, options, NetworkSettings(**settings))
-        assert (backend.attention.name, backend.loss.name) == (expected, "PyTorch")
+        assert backend.attention.name == expected
         assert backend.attention.constant_rows == (expected == "flash")
 
 
@@ -173,4 +173,4 @@ def test_compilation_is_ignored_where_nothing_can_be_compiled(
     for requested, notes in ((True, (f"run.compile is ignored: {reason}",)), (None, ()), (False, ())):
         backend = choose_backend("pytorch", requested, options, NETWORK)
         assert (backend.compiled, backend.notes) == (None, notes)
-        assert "attention plain, loss PyTorch, compilation none" in backend.line()
+        assert "attention plain, compilation none" in backend.line()

@@ -1,4 +1,4 @@
-"""When the search and the loss are compiled, and which programs are loaded."""
+"""When the search and attention are compiled, and which programs are loaded."""
 
 import ctypes
 import ctypes.util
@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from model.backend import PYTORCH_SEARCH
-from model.fast import compiled_attention, compiled_loss, compiled_search
-from model.loss import PYTORCH_LOSS
+from model.fast import compiled_attention, compiled_search
 from model.packed_attention import PLAIN_ATTENTION
 from model.settings import NetworkSettings
-from pipeline.runtime.backend import choose_backend, load_compiled_attention, load_compiled_loss, load_compiled_search
+from pipeline.runtime.backend import choose_backend, load_compiled_attention, load_compiled_search
 from pipeline.runtime.compiled_code import Program, build, find_compiler, load_program
 from tests.conftest import run_here
 
@@ -110,7 +109,7 @@ def test_what_was_checked_is_loaded(
     assert (other.square(-3), other.square(0)) == (9, 3)
 
 
-@pytest.mark.parametrize("sources", [one.SOURCES for one in (compiled_search, compiled_loss, compiled_attention)])
+@pytest.mark.parametrize("sources", [one.SOURCES for one in (compiled_search, compiled_attention)])
 def test_the_headers_are_among_the_sources(sources: tuple[Path, ...]) -> None:
     included = {name for one in sources for name in re.findall(r'#include "(.*)"', one.read_text())}
     assert included == {one.name for one in sources[1:]}
@@ -154,9 +153,9 @@ def test_without_a_program_pytorch_computes_and_one_line_says_so(cache: Path, mo
     monkeypatch.setenv("CXX", "no-such-compiler")
     settings = NetworkSettings(num_layers=1, d_model=16, d_ff=8, num_heads=1)
     backend = choose_backend(None, None, {"accelerator": "cpu", "precision": "32-true"}, settings)
-    assert (backend.attention, backend.loss, backend.search) == (PLAIN_ATTENTION, PYTORCH_LOSS, PYTORCH_SEARCH)
+    assert (backend.attention, backend.search) == (PLAIN_ATTENTION, PYTORCH_SEARCH)
     reason = "CXX names no-such-compiler, which is not installed"
-    assert backend.notes == (f"training without the compiled attention, loss, search, which is slower: {reason}",)
+    assert backend.notes == (f"training without the compiled attention, search, which is slower: {reason}",)
 
 
 @pytest.mark.parametrize(
@@ -164,9 +163,6 @@ def test_without_a_program_pytorch_computes_and_one_line_says_so(cache: Path, mo
     [
         # What comes after the first sum of a layer's norm is left out.
         ("search", r"s/y\[i\] = (x\[i\] - mean)/y[i] = x[i]/"),
-        ("loss", r"s/exponentials\[target\] -= (1.0f - request.epsilon)/exponentials[target] -= 1.0f/"),
-        # A logit that is not finite is not seen, so that the step would not be skipped.
-        ("loss", "s/zero += x - x;/;/"),
         # The gradient of the keys is added to what was in memory.
         ("attention", "s/std::fill_n(grad_keys_.*//"),
         ("attention", "s/? query + 1 : num_keys_/? num_keys_ : num_keys_/"),
@@ -176,7 +172,7 @@ def test_without_a_program_pytorch_computes_and_one_line_says_so(cache: Path, mo
 def test_a_program_that_computes_something_else_is_not_kept(
     name: str, mistake: str, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    load = {"search": load_compiled_search, "loss": load_compiled_loss, "attention": load_compiled_attention}[name]
+    load = {"search": load_compiled_search, "attention": load_compiled_attention}[name]
     [compiler] = find_compiler()
     wrong = script(
         tmp_path / "compiler",
@@ -207,7 +203,6 @@ def test_a_program_leaves_the_arithmetic_of_the_process_as_it_is(square: Program
     ("load", "name"),
     [
         (compiled_search.load_library, "search"),
-        (compiled_loss.CompiledLoss, "loss"),
         (compiled_attention.CompiledAttention, "attention"),
     ],
 )

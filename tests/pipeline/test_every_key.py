@@ -248,7 +248,7 @@ KEYS: dict[str, tuple[object, Use | None]] = {
     "run.bleu_tokenizer": ("char", lambda b: b.callbacks["ValidationSamples"].state_dict()["bleu_tokenizer"]),
     "run.log_every_steps": (4, lambda b: b.callbacks["TrainingMonitor"]._every_steps),
     "run.compile": (False, lambda b: b.module.compiled_forward is not None),  # true needs a GPU
-    "run.kernels": ("pytorch", lambda b: b.module.backend.loss.name.lower()),
+    "run.kernels": ("pytorch", lambda b: b.module.backend.search.name.lower()),
     "run.timeout_seconds": (
         123,
         lambda b: same(
