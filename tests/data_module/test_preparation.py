@@ -121,6 +121,21 @@ def test_the_identity_of_a_corpus_is_that_of_its_training_pairs(settings: Corpus
     assert training_pairs(Path(settings.folder)) == own
 
 
+@pytest.mark.parametrize("split", ["train", "validation", "test"])
+def test_every_key_of_a_text_but_its_weight_is_compared(settings: CorpusSettings, split: str) -> None:
+    """Also where a change of the texts or their number does not show it."""
+    settings = replace(settings, test=settings.validation)
+    made(settings)
+    [text] = getattr(settings, split)
+    other = {"repeat": 2, "name": "other", "prefix": "<b>", "source": text.target, "target": text.source}
+    for change in ({key: value} for key, value in other.items()):
+        changed = replace(settings, **{split: [replace(text, **change)]})
+        with pytest.raises(InputError, match=rf"was made from other inputs or settings: corpus\.{split}: "):
+            existing_corpus(changed, compare_texts=False)
+    weighted = replace(settings, **{split: [replace(text, weight=2.0)]})
+    assert existing_corpus(weighted, compare_texts=False) is not None
+
+
 def test_long_validation_pairs_are_named(settings: CorpusSettings, caplog: pytest.LogCaptureFixture) -> None:
     longer = dropped(made(replace(settings, max_tokens=15))["validation"])["too_long"]
     assert 0 < longer < 20

@@ -357,6 +357,17 @@ def test_an_epoch_has_copies_by_weight(weights: tuple[float, float], copies: tup
         assert not np.array_equal(first, later)
 
 
+def test_each_source_seed_and_epoch_has_a_sample_of_its_own() -> None:
+    """Sources of equal size too, and where seed, epoch and source exchange their numbers."""
+    samples = set()
+    for seed, epoch in ((0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (1, 2), (2, 1)):
+        pairs = epoch_pairs((60, 60, 60), (0.5, 0.5, 0.5), seed=seed, epoch=epoch)
+        assert pairs is not None
+        samples |= {tuple(pairs[pairs // 60 == source] % 60) for source in range(3)}
+    assert {len(sample) for sample in samples} == {30}
+    assert len(samples) == 7 * 3
+
+
 def test_a_sample_that_is_not_whole_is_right_on_average() -> None:
     sizes, weights = (3, 10, 1), (0.1, 2.3, 2.5)
     epochs = [epoch_pairs(sizes, weights, seed=1, epoch=epoch) for epoch in range(400)]
