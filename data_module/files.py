@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from fnmatch import fnmatchcase
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import IO, Annotated, Any, TypeAlias
 
@@ -23,6 +24,10 @@ PathText = Annotated[str, "path"]
 FORMAT_VERSION = 2
 """Stored under `format_version`. It is raised when a version cannot read the files of earlier versions."""
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+OPEN_FILES = ("/dev/stdin", "/dev/fd", "/proc/self/fd")
+"""Beginnings of paths that name a file which is already open."""
+_MOST_BYTES = 2**26
+"""Limit on a file that is read as a whole: a sparse file of any size takes no room on a disk."""
 
 
 def user_path(text: str | Path) -> Path:
@@ -53,6 +58,35 @@ def check_format(path: Path, version: object, start_over: str) -> None:
         raise InputError(
             f"{path}: has format {version}, made by version 0.2 or earlier; {start_over}, or use revision 748e0fa"
         )
+
+
+def open_regular(path: str | Path) -> FileIO:
+    """Open a regular file for reading; opening a named pipe would wait for a writer, and a device may have no end.
+
+    Other files are read only if the path itself names one that is already open, such as /dev/stdin.
+
+    Raises OSError if the file cannot be opened, and InputError if it is not a regular one.
+    """
+    is_open = str(path).startswith(OPEN_FILES)
+    file = FileIO(path, opener=lambda name, flags: os.open(name, flags | (0 if is_open else os.O_NONBLOCK)))
+    if is_open or stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise InputError(f"{path}: a pipe or a device, not a file; write what it holds to a file, and name that")
+
+
+def read_whole(path: Path, most: int = _MOST_BYTES) -> bytes:
+    """Return the contents of a file that `open_regular` opens; raise InputError also for more than `most` bytes."""
+    with BufferedReader(open_regular(path)) as file:
+        contents = file.read(most + 1)
+    if len(contents) > most:
+        raise InputError(f"{path}: has more than {most // 2**20} MB, too many for a file of its kind; give another")
+    return contents
+
+
+def read_json(path: Path) -> PlainValues | None:
+    """Return the JSON object in a file, as `json_object` and `read_whole` do."""
+    return json_object(read_whole(path))
 
 
 def json_object(text: str | bytes) -> PlainValues | None:

@@ -4,8 +4,6 @@ Only "\\n" ends a line ("\\r\\n" is accepted). Other line ends of Unicode do not
 """
 
 import gzip
-import os
-import stat
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from data_module.errors import InputError
+from data_module.files import OPEN_FILES, open_regular
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -37,7 +36,6 @@ _NOT_TEXT = {
 """First bytes of a file that is not text -> what it is; the number of its lines would be meaningless."""
 _ENOUGH_NULS = 16
 """This many NUL bytes, all at odd or all at even places of a block, are no coincidence."""
-_OPEN_FILES = ("/dev/stdin", "/dev/fd", "/proc/self/fd")
 _MAX_NAMED_LINES = 3
 _SHOWN_CHARACTERS = 40
 """Length of the shown part of an example of a defect: a text in another script may be one unknown piece."""
@@ -52,29 +50,16 @@ def open_file(path: str | Path) -> BufferedReader:
     is damaged or has a line of more than `LONGEST_LINE` bytes. The message names the file.
     """
     name = str(path)
-    file = open_regular(path)
+    with read_errors(name):
+        file = open_regular(path)
     reader = text_reader(gzip.GzipFile(fileobj=file) if name.endswith(".gz") else file, name, file)
     try:
-        if not name.startswith(_OPEN_FILES):
+        if not name.startswith(OPEN_FILES):
             reader.peek(1)  # Refuses a file that is not text at once.
     except InputError:
         reader.close()
         raise
     return reader
-
-
-def open_regular(path: str | Path) -> FileIO:
-    """Open a regular file for reading. Opening a named pipe would wait for a writer; see `open_file`.
-
-    Raises InputError if the file cannot be opened, or is not a regular one.
-    """
-    is_open = str(path).startswith(_OPEN_FILES)
-    with read_errors(str(path)):
-        file = FileIO(path, opener=lambda name, flags: os.open(name, flags | (0 if is_open else os.O_NONBLOCK)))
-        if is_open or stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            return file
-        file.close()
-    raise InputError(f"{path}: a pipe or a device, not a file; write the text to a file, and name that")
 
 
 def text_reader(file: FileIO | gzip.GzipFile, name: str, base: FileIO) -> BufferedReader:

@@ -1,6 +1,7 @@
 """The LightningDataModule: connects corpus, batch plan and loaders."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -25,6 +26,7 @@ from data_module.corpus.store import (
 )
 from data_module.errors import InputError
 from data_module.settings import BatchSettings, CorpusSettings
+from data_module.text_files import open_file
 
 
 class TranslationDataModule(LightningDataModule):
@@ -131,12 +133,20 @@ class TranslationDataModule(LightningDataModule):
         return ValidationBatches(corpus, buckets, self.special, rank, world_size)
 
     def validation_text(self) -> tuple[list[str], list[str]]:
-        """Return the validation sources and references as text, one sentence per pair."""
-        source, target = (
-            (self.folder / f"validation.{side}.txt").read_text(encoding="utf-8").split("\n")[:-1]
-            for side in ("source", "target")
-        )
-        return source, target
+        """Return the validation sources and references as text, one sentence per pair.
+
+        Raises InputError if they are not text, or not as many as the pairs.
+        """
+
+        def read(side: str) -> list[str]:
+            path = self.folder / f"validation.{side}.txt"
+            with open_file(path) as file, suppress(UnicodeDecodeError):  # It is refused below.
+                lines = [line.decode().removesuffix("\n") for line in file]
+                if len(lines) == len(self.validation_corpus):
+                    return lines
+            raise InputError(f"{path}: does not match the corpus; run prepare with --force")
+
+        return read("source"), read("target")
 
     def validation_sources(self) -> SplitSources | None:
         """Return which validation pairs come from which source; None if there is one source only."""

@@ -248,3 +248,30 @@ def test_text_files_and_pipes_have_an_encoding(tmp_path: Path) -> None:
     found = tmp_path / "found.py"
     found.write_text("\n".join(calls + binary), encoding="utf-8")
     assert len(list(without_encoding(found))) == len(calls)
+
+
+READS_OWN_FILES = {
+    "data_module": {"corpus/dataset_reader.py", "corpus/store.py", "demo/corpus.py", "files.py"},
+    "pipeline": {
+        *(f"commands/{name}.py" for name in ("demo", "synthesis")),
+        "config/recipe_files.py",
+        *(f"export/{name}.py" for name in ("card", "cpp_program")),
+        "inference/shards.py",
+        *(f"runtime/{name}.py" for name in ("compiled_code", "launch", "memory")),
+    },
+}
+"""Files that read whole files of the program or the system; what a user or a stranger gives goes through `read_whole`,
+which refuses pipes, devices and files without an end."""
+
+
+def test_files_of_users_are_read_by_the_one_function() -> None:
+    found = {
+        package: {
+            str(path.relative_to(ROOT / package))
+            for path in FILES
+            if path.is_relative_to(ROOT / package)
+            and re.search(r"\.read_(text|bytes)\(", path.read_text(encoding="utf-8"))
+        }
+        for package in READS_OWN_FILES
+    }
+    assert found == READS_OWN_FILES

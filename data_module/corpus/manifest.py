@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_module.errors import PROGRAM, InputError, first_of
-from data_module.files import PlainValues, check_format, json_object, misshapen
+from data_module.files import PlainValues, check_format, misshapen, read_json
 from data_module.settings import TextSource
 
 FORMAT = "attention-pipeline corpus"
@@ -153,7 +153,7 @@ def is_corpus(folder: Path) -> bool:
 def _manifest(folder: Path) -> PlainValues | None:
     """Return a corpus's manifest, not yet checked; None if the folder has none."""
     try:
-        manifest = json_object((folder / MANIFEST_NAME).read_bytes())
+        manifest = read_json(folder / MANIFEST_NAME)
     except OSError:
         return None
     return manifest if manifest is not None and manifest.get("format") == FORMAT else None
@@ -178,7 +178,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise InputError(f"{folder / MANIFEST_NAME}: {wrong} is missing or damaged; {_REBUILD}")
     for name, size in manifest["files"].items():
         path = folder / name
-        actual = path.stat().st_size if path.exists() else None
+        actual = path.stat().st_size if path.is_file() else None
         if actual != size:
             state = "is missing" if actual is None else f"has {actual} bytes, not {size}"
             raise InputError(f"{path}: the corpus is incomplete, this file {state}; {_REBUILD}")

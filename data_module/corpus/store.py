@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from data_module.corpus.manifest import Split, TokenCounts, read_manifest
 from data_module.errors import PROGRAM, InputError
+from data_module.files import open_regular
 from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ MAX_TOKENS = np.iinfo(np.uint16).max - 1  # Batches store lengths in 16 bits too
 """Maximum length of a sentence, because lengths are stored in 16 bits."""
 
 _BLOCK = 2**20
-"""Lengths that are checked, and values that are hashed, at a time."""
+"""Sentences whose lengths, or values that are checked or hashed at a time."""
 
 
 def token_type(vocabulary_size: int) -> np.dtype:
@@ -155,16 +156,17 @@ class TokenStore:
     def _map(self, name: str) -> np.ndarray:
         path = _path(self.prefix, name)
         try:
+            open_regular(path).close()  # numpy would wait for a named pipe.
             # A plain array of the same memory, because indexing np.memmap is several times slower.
             return np.asarray(np.load(path, mmap_mode="r"))
         except (OSError, ValueError) as error:
             raise InputError(f"{path}: cannot open the corpus ({error}); run prepare with --force") from error
 
-    def map_all(self, longest: int) -> None:
+    def map_all(self, longest: int, vocabulary_size: int) -> None:
         """Map all files now: this process and those that it forks keep them if the corpus is replaced or moved.
 
         Raises InputError if lengths and offsets do not match one another, the tokens or the manifest, which says how
-        long the longest sentence is.
+        long the longest sentence is, or if an id is not one of the vocabulary. For that, all tokens are read.
         """
         tokens, offsets, lengths = self.tokens, self.offsets, self.lengths
         types = [tokens.dtype in (np.uint16, np.uint32), offsets.dtype == np.int64, lengths.dtype == np.uint16]
@@ -176,6 +178,12 @@ class TokenStore:
             fits = fits and int(block.max()) <= min(longest, MAX_TOKENS)
         if not fits:
             raise InputError(f"{_path(self.prefix, 'offsets')}: does not match the corpus; run prepare with --force")
+        for start in range(0, len(tokens), _BLOCK):
+            if (highest := int(tokens[start : start + _BLOCK].max())) >= vocabulary_size:
+                raise InputError(
+                    f"{_path(self.prefix, 'tokens')}: has the id {highest}, and the tokenizer has {vocabulary_size} "
+                    "pieces; run prepare with --force"
+                )
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -201,6 +209,8 @@ class ParallelCorpus:
     target: TokenStore
     longest: int
     """Number of tokens of the longest sentence of either side."""
+    vocabulary_size: int = 2**32
+    """Number of pieces of the tokenizer; every id is below it."""
 
     def __len__(self) -> int:
         return len(self.source)
@@ -208,7 +218,7 @@ class ParallelCorpus:
     def map_all(self) -> None:
         """Call `TokenStore.map_all` for both sides; raise InputError also if their numbers of sentences differ."""
         for side in (self.source, self.target):
-            side.map_all(self.longest)
+            side.map_all(self.longest, self.vocabulary_size)
         if len(self.source) != len(self.target):
             raise InputError(f"{self.source.prefix}: the target is not as long; run prepare with --force")
 
@@ -236,7 +246,8 @@ def open_corpus(folder: Path, split: Split, variant: int = 0) -> ParallelCorpus:
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
-    if Tokenizer.load(folder / TOKENIZER_NAME).sha256 != manifest["tokenizer"]["sha256"]:
+    tokenizer = Tokenizer.load(folder / TOKENIZER_NAME)
+    if tokenizer.sha256 != manifest["tokenizer"]["sha256"]:
         raise InputError(
             f"{folder / TOKENIZER_NAME}: not the tokenizer that the corpus was made with;"
             f" run `{PROGRAM} prepare` with --force to rebuild it"
@@ -246,6 +257,7 @@ def open_corpus(folder: Path, split: Split, variant: int = 0) -> ParallelCorpus:
         TokenStore(store_prefix(folder, split, "source", variant)),
         TokenStore(store_prefix(folder, split, "target", variant)),
         longest=max(counts["longest_source"], counts["longest_target"]),
+        vocabulary_size=tokenizer.vocabulary_size,
     )
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from data_module.errors import InputError
+from data_module.files import read_whole
 from data_module.tokenization.pair import SPACE_MARK, PairEncoder, is_code, proto_of, split_models
 
 if TYPE_CHECKING:
@@ -152,11 +153,13 @@ class Tokenizer:
 
         Raises InputError if the file cannot be read, or is no tokenizer; the message names it.
         """
+        record = path.with_suffix(_SEEN)
         try:
-            record = path.with_suffix(_SEEN)
-            return cls(path.read_bytes(), seen=record.read_bytes() if record.exists() else None)
+            model, seen = read_whole(path), read_whole(record) if record.exists() else None
         except OSError as error:
             raise InputError(f"{path}: cannot read the tokenizer: {error.strerror}; run prepare") from error
+        try:
+            return cls(model, seen=seen)
         except InputError as error:
             raise InputError(f"{path}: {error}") from error
 

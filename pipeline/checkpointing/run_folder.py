@@ -26,15 +26,18 @@ from data_module.files import (
     existing_parent,
     is_temporary_file,
     json_object,
+    open_regular,
     pinned,
+    read_json,
+    read_whole,
     remove_temporary_files,
     write_error,
 )
-from data_module.text_files import open_regular
+from data_module.text_files import LONGEST_LINE
 from data_module.tokenization.tokenizer import TOKENIZER_NAME
 from model.settings import DECAY_TO_LAST_STEP, changed_keys
 from pipeline.config.recipe import Recipe, stored_settings
-from pipeline.config.recipe_files import compose
+from pipeline.config.recipe_files import INVALID_SCALAR, MOST_BYTES, compose
 from pipeline.config.settings import RunSettings
 from pipeline.runtime.launch import JobStep, versions
 from pipeline.runtime.signals import Stopped, raise_if_stopped
@@ -118,7 +121,7 @@ def checkpoint_bytes(weight_bytes: int, with_average: bool) -> int:
 
 def is_valid(path: Path) -> bool:
     """Return whether the file is a complete archive; its directory is at the end, so little is read."""
-    return zipfile.is_zipfile(path)
+    return path.is_file() and zipfile.is_zipfile(path)
 
 
 def latest_valid(run: Path) -> tuple[Path | None, list[Path]]:
@@ -142,7 +145,7 @@ def stored_run_id(run: Path) -> str | None:
     try:
         with open_regular(run / RUN_ID) as file:
             text = file.read(_MAX_ID_BYTES).decode(errors="replace")
-    except InputError:
+    except (OSError, InputError):
         return None
     return text if re.fullmatch("[0-9a-f]{32}", text) else None
 
@@ -155,7 +158,7 @@ def read_metrics(run: Path, name: str = METRICS) -> Iterator[PlainValues]:
     if not (run / name).exists():
         return
     with BufferedReader(open_regular(run / name)) as file:
-        for line in file:
+        for line in iter(lambda: file.readline(LONGEST_LINE), b""):
             if (values := json_object(line)) is None:
                 return
             yield values
@@ -169,10 +172,10 @@ def is_run(path: Path) -> bool:
 def _config(path: Path) -> PlainValues | None:
     """Return the recipe in a folder's config.yaml; None if it lacks the sections of a recipe."""
     try:
-        text = (path / "config.yaml").read_text(encoding="utf-8")
+        text = read_whole(path / "config.yaml", MOST_BYTES).decode()
         compose(text)
         config = yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):  # ValueError: invalid UTF-8 or an invalid date
+    except (OSError, yaml.YAMLError, RecursionError, *INVALID_SCALAR):  # ValueError: also invalid UTF-8
         return None
     sections = ("corpus", "batches", "network", "training", "run")
     is_recipe = isinstance(config, dict) and all(isinstance(config.get(section), dict) for section in sections)
@@ -342,7 +345,7 @@ def differences(path: Path, recipe: Recipe, texts_may_change: bool = False) -> t
     if written is None:
         return [], []
     file, start_over = path / _VERSIONS, "start a new run with --fresh or another run.folder"
-    recorded = json_object(file.read_bytes()) if file.is_file() else None
+    recorded = read_json(file) if file.exists() else None
     if recorded is None:
         raise InputError(f"{file}: is missing or damaged; {start_over}")
     check_format(file, recorded.get("format_version", 1), start_over)  # Version 0.2 recorded no format.
@@ -428,7 +431,7 @@ def count_start(path: Path, job: JobStep, checkpoint: Path | None) -> Iterator[N
     """
     name = checkpoint.name if checkpoint else "the beginning"
     file = path / f".starts-{job.job}.json"
-    earlier = (json_object(file.read_bytes()) if file.exists() and job.restarts else None) or {}
+    earlier = (read_json(file) if file.exists() and job.restarts else None) or {}
     before = earlier.get("starts") if earlier.get("checkpoint") == name else 0
     starts = 1 + (before if isinstance(before, int) else 0)  # If the file is damaged, the count begins again.
     if starts > MAX_STARTS:

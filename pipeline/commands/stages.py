@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from data_module.corpus.pairs import fingerprint
 from data_module.errors import PROGRAM, SCRIPTS, InputError
-from data_module.files import FileLock, atomic_file, json_object, remove_temporary_files
+from data_module.files import FileLock, atomic_file, read_json, remove_temporary_files
 from pipeline.runtime.console import report
 from pipeline.runtime.signals import INTERRUPTED, STOPPED
 
@@ -175,7 +175,7 @@ def _is_done(folder: Path, stage: Stage) -> bool:
     path = _mark_file(folder, stage)
     if not path.is_file() or not all(one.exists() for one in stage.writes):
         return False
-    hashes: dict[str, Any] = json_object(path.read_bytes()) or {}
+    hashes: dict[str, Any] = read_json(path) or {}
     changed = [name for name, found in hashes.items() if Path(name).exists() and _sha256(Path(name)) != found]
     if changed:
         raise InputError(

@@ -15,7 +15,7 @@ from data_module.corpus.checks import given_tokenizer, tokenizer_file
 from data_module.corpus.manifest import MANIFEST_NAME, changes, is_corpus, read_manifest
 from data_module.corpus.pairs import fingerprint, open_reader, read_pairs
 from data_module.errors import InputError, first_of
-from data_module.files import PlainValues, atomic_file, existing_parent, json_object, write_error
+from data_module.files import PlainValues, atomic_file, existing_parent, read_json, read_whole, write_error
 from data_module.settings import BpeDropout, CorpusSettings, TextSource
 from data_module.text_files import open_file
 from data_module.tokenization.tokenizer import TOKENIZER_NAME, clean_lines
@@ -102,7 +102,7 @@ class Plan:
             for path, recipe in self.recipes.items()
         }
         for path, text in texts.items():
-            if path.exists() and path.read_bytes() != text.encode():
+            if path.exists() and read_whole(path) != text.encode():
                 raise InputError(f"{path}: has changed since the plan was made; remove {self.folder} to start over")
         for stage in self.stages:
             if stage.printed is not None:  # A user may run its line of plan.txt.
@@ -110,7 +110,7 @@ class Plan:
         lines = [*(f"# {note}" for note in self.notes), *(stage.line() for stage in self.stages)]
         texts[self.folder / "plan.txt"] = "\n".join([*lines, ""])
         for path, text in texts.items():
-            if not path.exists() or path.read_bytes() != text.encode():
+            if not path.exists() or read_whole(path) != text.encode():
                 with atomic_file(path) as file:
                     file.write(text.encode())
 
@@ -171,7 +171,7 @@ def plan_before(folder: Path, begun: PlainValues) -> PlainValues | None:
         if error := write_error(existing_parent(folder)):
             raise InputError(f"{folder}: cannot be written ({error}); give another --folder")
         return None
-    before = json_object(path.read_bytes())
+    before = read_json(path)
     if before is None or not {"recipe", "counts"} <= before.keys():
         raise InputError(f"{path}: is damaged; remove {folder} to start over")
     with suppress(ValueError):  # A recipe that this version cannot read is compared as it is.

@@ -59,7 +59,7 @@ class Recipe:
         if not network.get("output_bias"):
             return self
         own = self.network.activation
-        activation = network["activation"] if own == NetworkSettings.activation else own
+        activation = network.get("activation", own) if own == NetworkSettings.activation else own
         return replace(self, network=replace(self.network, output_bias=True, activation=activation))
 
     @contextmanager

@@ -3,7 +3,9 @@
 Shipped recipes are in `configs/` of a clone, and in `pipeline/recipes/` where a wheel is installed.
 """
 
+import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 import yaml
 
 from data_module.errors import PROGRAM, InputError
-from data_module.files import PlainValues, atomic_file, user_path
+from data_module.files import PlainValues, atomic_file, read_whole, user_path
 from data_module.registry import did_you_mean
 
 SCHEMA = "recipe.schema.json"
@@ -56,7 +58,7 @@ def extended(
 def _read(path: Path, places: dict[str, str]) -> PlainValues:
     """Return a YAML mapping; `places` receives file and line of each dotted key."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = "" if path == Path(os.devnull) else read_whole(path, MOST_BYTES).decode()
     except FileNotFoundError:
         raise InputError(f"{path}: there is no such recipe; `{PROGRAM} recipe list` lists the shipped ones") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -82,13 +84,24 @@ def _read(path: Path, places: dict[str, str]) -> PlainValues:
     return values
 
 
+MOST_BYTES = 2**22
+"""Limit on the size of a YAML file."""
 MAX_VALUES = 100_000
 """Limit on the values of a YAML file, including those that aliases repeat."""
+INVALID_SCALAR = (ValueError, LookupError, AttributeError, ArithmeticError)
+"""What PyYAML raises for a scalar that does not fit its tag, such as `!!int ""`."""
+_TOO_MANY = f"with its aliases it has more than {MAX_VALUES:,} values"
+_LONGEST_NUMBER = 1_000
+"""Limit on the characters of a number. The time of reading 1:1:1:..., digits of base 60, grows with their square."""
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 def compose(text: str) -> yaml.Node | None:
-    """Return the root node of a YAML text; raise YAMLError if aliases make more than `MAX_VALUES` values of it."""
-    root = yaml.compose(text, yaml.SafeLoader)
+    """Return the root node of a YAML text.
+
+    Raises YAMLError if aliases make more than `MAX_VALUES` values of it, or a number is too long.
+    """
+    root = yaml.compose(text, _Composer)
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node) -> int:
@@ -98,9 +111,25 @@ def compose(text: str) -> yaml.Node | None:
         return sizes[id(node)]
 
     if root is not None and size(root) > MAX_VALUES:
-        problem = f"with its aliases it has more than {MAX_VALUES:,} values"
-        raise yaml.composer.ComposerError(problem=problem, problem_mark=root.start_mark)
+        raise yaml.composer.ComposerError(problem=_TOO_MANY, problem_mark=root.start_mark)
     return root
+
+
+class _Composer(yaml.SafeLoader):
+    """Refuses what would take long before it has taken long."""
+
+    _num_nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Return the next node; raise YAMLError if it is one too many, or too long a number."""
+        self._num_nodes += 1
+        node = super().compose_node(parent, index)
+        if node is not None and self._num_nodes > MAX_VALUES:
+            raise yaml.composer.ComposerError(problem=_TOO_MANY, problem_mark=node.start_mark)
+        if node is not None and node.tag in _NUMBERS and len(node.value) > _LONGEST_NUMBER:
+            problem = f"a number has more than {_LONGEST_NUMBER:,} characters"
+            raise yaml.composer.ComposerError(problem=problem, problem_mark=node.start_mark)
+        return node
 
 
 def plain_copy(value: object) -> Any:
@@ -130,10 +159,10 @@ class RecipeLoader(yaml.SafeLoader):
         """Return the value of a node; report the line of a scalar that is invalid."""
         try:
             return super().construct_object(node, deep)
-        except (ValueError, KeyError, AttributeError) as error:
+        except INVALID_SCALAR as error:
             kind = node.tag.rpartition(":")[2]
             raise yaml.constructor.ConstructorError(
-                problem=f"'{node.value}' is not a valid {kind}", problem_mark=node.start_mark
+                problem=f"'{node.value:.100}' is not a valid {kind}", problem_mark=node.start_mark
             ) from error
 
 
@@ -146,17 +175,17 @@ def _text(loader: RecipeLoader, node: yaml.ScalarNode) -> str:
     return node.value
 
 
-RecipeLoader.add_constructor("tag:yaml.org,2002:int", _number_or_text)
-RecipeLoader.add_constructor("tag:yaml.org,2002:float", _number_or_text)
+for _tag in _NUMBERS:
+    RecipeLoader.add_constructor(_tag, _number_or_text)
 RecipeLoader.add_constructor("tag:yaml.org,2002:merge", _text)  # `<<` that is not a key
 
 
 def _note_places(node: yaml.Node | None, path: Path, prefix: str, places: dict[str, str]) -> None:
     if isinstance(node, yaml.MappingNode):
-        names = [key.value for key, _ in node.value]
+        counts = Counter(key.value for key, _ in node.value)
         for key, value in node.value:
             dotted = f"{prefix}{key.value}"
-            if names.count(key.value) > 1:
+            if counts[key.value] > 1:
                 raise InputError(f"{path}:{key.start_mark.line + 1}: {dotted} is given twice; remove one of them")
             places[dotted] = f"{path}:{key.start_mark.line + 1}"
             _note_places(value, path, dotted + ".", places)
@@ -229,7 +258,7 @@ def copy_recipe(name: str, to: Path | None) -> list[Path]:
         raise InputError(f"{target}: exists already; give another file, as in: {PROGRAM} recipe copy {name} FILE")
     texts = _with_bases(path, target)
     for copy, text in texts.items():
-        if copy.exists() and copy.read_text(encoding="utf-8") != text:
+        if copy.exists() and read_whole(copy) != text.encode():
             raise InputError(f"{copy}: {name} extends it, and it is not the shipped one; copy to another folder")
     written = [copy for copy in texts if not copy.exists()]
     for copy in written:

@@ -13,7 +13,7 @@ from string import Template
 
 from data_module.corpus.manifest import read_manifest
 from data_module.errors import InputError
-from data_module.files import FORMAT_VERSION, PlainValues, json_object
+from data_module.files import FORMAT_VERSION, PlainValues, read_json
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export.ctranslate2_model import NUM_POSITIONS
 from pipeline.inference.options import Prefixes
@@ -74,7 +74,7 @@ def _trained_with(checkpoint: Path) -> PlainValues | str:
     """Return the versions that `fit` recorded in the run folder."""
     for folder in (checkpoint.parent, checkpoint.parent.parent):
         with suppress(OSError):  # The checkpoint may be in no run folder.
-            if recorded := json_object((folder / "versions.json").read_bytes()):
+            if recorded := read_json(folder / "versions.json"):
                 return _code_of(recorded)
     return "the run folder was not available"
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from data_module.errors import InputError
+from data_module.files import read_whole
 from data_module.settings import CorpusSettings
 from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
 from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
@@ -99,7 +100,7 @@ def _load_bundle(folder: Path, device: str) -> Translator:
 
 def _recipe_of(path: Path) -> tuple[Recipe, str]:
     """Return the recipe in a bundle's card and the tokenizer's hash; raise InputError if it is no card."""
-    card = parse_card(path, path.read_bytes())
+    card = parse_card(path, read_whole(path))
     try:
         return stored_settings(card.get("recipe"), Recipe, ""), str(card.get("tokenizer_sha256"))
     except ValueError as error:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from data_module.corpus.pairs import fingerprint
 from data_module.errors import InputError
-from data_module.files import FileLock, PlainValues, atomic_file, json_object, remove_temporary_files
+from data_module.files import FileLock, PlainValues, atomic_file, read_json, remove_temporary_files
 from data_module.text_files import num_lines, open_file
 from pipeline.inference.text_io import CHUNK, sentences
 from pipeline.runtime.launch import clear_failure_count
@@ -88,7 +88,7 @@ class Shards:
             if not path.exists():
                 with atomic_file(path) as file:
                     file.write(json.dumps(wanted, indent=1).encode())
-        if (found := json_object(path.read_bytes())) is None:
+        if (found := read_json(path)) is None:
             raise InputError(f"{path}: is damaged; remove {self._folder} to start over")
         names = [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
         if names:
@@ -144,7 +144,7 @@ class Shards:
         """Print one line about all shards, unless another process of the same command does so."""
         if self._number == 0:
             name = "" if self._task.is_private else f"{self._output}: "
-            print(f"{name}{message}", file=sys.stderr, flush=True)
+            print(f"{name}{message}", file=sys.stderr)
 
     def write(self, number: int, text: str) -> None:
         """Add the translations of a line, each with a line feed; after the last line of a shard, write the shard."""

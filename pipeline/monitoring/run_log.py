@@ -245,7 +245,7 @@ def _lines(data: bytes) -> Iterator[Entry]:
     """Yield the lines of metrics.jsonl, up to the first that is incomplete or invalid."""
     start = 0
     while end := data.find(b"\n", start) + 1:
-        if (line := json_object(data[start:end])) is None:
+        if (line := json_object(data[start:end])) is None or not isinstance(line.get("step"), int):
             return
         yield end, line["step"], list(line)
         start = end

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from data_module.errors import InputError, first_of, install
-from data_module.files import PlainValues, json_object
+from data_module.files import PlainValues, open_regular, read_json, read_whole
 from data_module.tokenization.pair import join_models
 from data_module.tokenization.tokenizer import NUM_SPECIAL_IDS, Tokenizer
 from model.settings import NetworkSettings
@@ -126,7 +126,7 @@ def _configuration(folder: Path) -> PlainValues:
 
 def _read_json(path: Path) -> PlainValues:
     try:
-        values = json_object(path.read_bytes())
+        values = read_json(path)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); copy the model's folder again") from None
     if values is None:
@@ -169,7 +169,7 @@ def _tokenizer(folder: Path, pieces: list[str]) -> Tokenizer:
     models = []
     for path in (folder / "source.spm", folder / "target.spm"):
         try:
-            models.append(path.read_bytes())
+            models.append(read_whole(path))
             processor = sentencepiece.SentencePieceProcessor()
             processor.load_from_serialized_proto(models[-1] or b"none")
         except OSError as error:
@@ -242,6 +242,7 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
+        open_regular(path).close()  # An index may name a pipe.
         if path.suffix == ".bin":
             weights = torch.load(path, map_location="cpu", weights_only=True)
         else:

@@ -9,7 +9,7 @@ from data_module.corpus.checks import given_tokenizer
 from data_module.corpus.manifest import Manifest, is_corpus, read_manifest
 from data_module.corpus.store import training_pairs
 from data_module.errors import InputError
-from data_module.files import PlainValues, json_object
+from data_module.files import PlainValues, read_json
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DECAY_TO_LAST_STEP, changed_keys, with_defaults
 from pipeline.checkpointing.checkpoint import (
@@ -161,7 +161,7 @@ def finished_reason(recipe: Recipe, path: Path, step: int) -> str | None:
             return f"finished at step {step}, where training.schedule {recipe.training.schedule} ends"
         return f"finished at step {step}; raise trainer.max_steps to continue"
     if (path / STOPPED_EARLY).exists():
-        stop = json_object((path / STOPPED_EARLY).read_bytes()) or {}
+        stop = read_json(path / STOPPED_EARLY) or {}
         patience = stop.get("patience")
         if stop.get("step") == step and isinstance(patience, int) and 0 < (recipe.run.patience or 0) <= patience:
             without = f"{patience} validations without a better {title(recipe.run.best_by)}"

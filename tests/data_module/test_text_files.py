@@ -88,7 +88,9 @@ def test_pipes_and_devices_are_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero"), Path("/dev/null")):
         for read in (open_file, read_sentences, lambda path: fingerprint("text", path)):
-            with pytest.raises(InputError, match=f"^{path}: a pipe or a device, not a file; write the text to a file"):
+            with pytest.raises(
+                InputError, match=f"^{path}: a pipe or a device, not a file; write what it holds to a file"
+            ):
                 read(path)
     reading, writing = os.pipe()
     try:

@@ -4,11 +4,14 @@ A crafted checkpoint is a whole one with one damage; likewise a corpus, a card a
 """
 
 import json
+import os
 import resource
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -17,16 +20,21 @@ import torch
 from numpy.typing import NDArray
 
 from data_module.batching.batch import SpecialIds
+from data_module.corpus.manifest import read_manifest
 from data_module.errors import InputError
-from data_module.files import PlainValues
+from data_module.files import PlainValues, read_json, read_whole
 from data_module.settings import BatchSettings
+from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.settings import NetworkSettings
 from pipeline.checkpointing.checkpoint import load_model, read_checkpoint
 from pipeline.checkpointing.resume_point import read_resume_point
+from pipeline.checkpointing.run_folder import differences, is_run, latest_valid, read_metrics
 from pipeline.config.recipe import load_recipe
+from pipeline.config.recipe_files import MOST_BYTES, compose
 from pipeline.training.marian_import import load_marian
-from tests.conftest import refusal
+from pipeline.training.start import finished_reason
+from tests.conftest import refusal, run_here
 from tests.pipeline.test_checkpoint import untrained_contents
 
 SPACE = 4 << 30
@@ -284,6 +292,161 @@ def test_crafted_arrays_of_a_corpus(corpus: Path, name: str) -> None:
     change_manifest(corpus, put("files", path.name, value=path.stat().st_size))
     with pytest.raises(InputError, match=r"train\.target\.offsets\.npy: does not match the corpus; run prepare with"):
         open_data(corpus)
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_ids_beyond_the_vocabulary(corpus: Path, side: str) -> None:
+    """The highest id of the vocabulary of 60 pieces passes, wherever it is."""
+    path = corpus / f"train.{side}.tokens.npy"
+    tokens = np.load(path, mmap_mode="r+")
+    tokens[-1] = 59
+    open_data(corpus)
+    tokens[-1] = 60
+    with pytest.raises(InputError, match=rf"^{path}: has the id 60, and the tokenizer has 60 pieces; run prepare with"):
+        open_data(corpus)
+
+
+def test_validation_text_that_is_not_that_of_the_corpus(corpus: Path) -> None:
+    data, path = open_data(corpus), corpus / "validation.target.txt"
+    text = path.read_bytes()
+    assert [len(side) for side in data.validation_text()] == [40, 40]
+    for other in (text + b"one more\n", text.partition(b"\n")[2], b"\xff" + text[1:]):
+        path.write_bytes(other)
+        with pytest.raises(InputError, match=rf"^{path}: does not match the corpus; run prepare with --force"):
+            data.validation_text()
+
+
+def be_a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def be_a_device(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def unlisted(corpus: Path, name: str) -> None:
+    """Remove a file from the manifest, which compares the sizes of those that it has."""
+    change_manifest(corpus, lambda manifest: manifest["files"].pop(name, None))
+
+
+READ: dict[str, Callable[[Path], object]] = {
+    "corpus/manifest.json": read_manifest,
+    "corpus/tokenizer.model": open_data,
+    "corpus/train.source.tokens.npy": open_data,
+    "corpus/validation.source.offsets.npy": open_data,
+    "corpus/validation.source.txt": lambda corpus: open_data(corpus).validation_text(),
+    "run/config.yaml": is_run,
+    "run/versions.json": lambda run: differences(run, load_recipe([run / "config.yaml"])),
+    "run/stopped-early.json": lambda run: finished_reason(load_recipe([run / "config.yaml"]), run, 5),
+    "run/metrics.jsonl": lambda run: list(read_metrics(run)),
+    "run/recipe.yaml": lambda run: load_recipe([run / "recipe.yaml"]),
+    "marian/config.json": load_marian,
+    "marian/vocab.json": load_marian,
+    "marian/source.spm": load_marian,
+    "marian/model.safetensors": load_marian,
+    "bundle/tokenizer.seen": lambda folder: Tokenizer.load(folder / "tokenizer.model"),
+}
+"""Files of a stranger's folder, and what reads them."""
+
+
+@pytest.mark.parametrize("damage", [be_a_pipe, be_a_device])
+@pytest.mark.parametrize("name", READ)
+def test_what_is_no_file(
+    tiny_corpus: Path, trained_run: Path, marian: Path, tmp_path: Path, name: str, damage: Damage
+) -> None:
+    """It is refused by name, before anyone waits for a writer or reads without an end."""
+    path = tmp_path / name
+    folders = {"corpus": tiny_corpus, "run": trained_run, "marian": marian, "bundle": tiny_corpus}
+    shutil.copytree(folders[path.parent.name], path.parent)
+    if not path.exists():
+        shutil.copy(path.parent / ("config.yaml" if name.startswith("run") else "tokenizer.model"), path)
+    if name.startswith("corpus"):
+        unlisted(path.parent, path.name)
+    damage(path)
+    with limited_memory(), pytest.raises(InputError) as error:
+        READ[name](path.parent)
+    assert str(error.value).startswith(f"{path}: ")
+
+
+def test_a_shard_of_weights_that_is_a_pipe(marian: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(marian, tmp_path / "marian"))
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "shard"}}')
+    os.mkfifo(folder / "shard")
+    with pytest.raises(InputError, match=rf"^{folder}/shard: cannot be read as weights"):
+        load_marian(folder)
+
+
+def test_a_command_refuses_a_run_whose_recipe_is_a_pipe(recipe_file: Path, tmp_path: Path) -> None:
+    """A pipe in place of a checkpoint counts as a damaged one."""
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    os.mkfifo(tmp_path / "run" / "config.yaml")
+    os.mkfifo(tmp_path / "run" / "checkpoints" / "step=00000002.ckpt")
+    said = f"{tmp_path / 'run' / 'config.yaml'}: a pipe or a device, not a file; "
+    assert said in refusal("fit", recipe_file, "--run.folder", tmp_path / "run")
+    assert f"WRONG {said}" in run_here("doctor", recipe_file, "--run.folder", tmp_path / "run", code=1)[0]
+    assert latest_valid(tmp_path / "run") == (None, [tmp_path / "run" / "checkpoints" / "step=00000002.ckpt"])
+
+
+def test_what_is_read_as_a_whole_has_a_largest_size(tmp_path: Path) -> None:
+    """A sparse file takes no room on the disk of a stranger."""
+    path = tmp_path / "config.yaml"
+    path.write_bytes(b" " * MOST_BYTES)
+    assert read_whole(path, MOST_BYTES) == b" " * MOST_BYTES
+    os.truncate(path, 1 << 40)
+    with limited_memory():
+        for read in (is_run, read_json):
+            with pytest.raises(InputError, match=rf"^{path}: has more than (4|64) MB, too many for a file of its kind"):
+                read(path.parent if read is is_run else path)
+    os.truncate(path, MOST_BYTES + 1)
+    with pytest.raises(InputError, match="has more than 4 MB"):
+        load_recipe([path])
+
+
+def test_a_recipe_from_a_pipe_that_is_open(recipe_file: Path) -> None:
+    """As `--config <(command)` and `--config /dev/stdin` give it; and an overlay may be /dev/null."""
+    reading, writing = os.pipe()
+    with FileIO(reading), FileIO(writing, "w") as writer:
+        writer.write(recipe_file.read_bytes())
+        writer.close()
+        recipe = load_recipe([Path(f"/dev/fd/{reading}"), Path("/dev/null")])
+    assert replace(recipe, name="tiny") == load_recipe([recipe_file])
+
+
+@pytest.mark.parametrize("number", ["1" + 500 * ":1", "1" + 500 * ":1" + ".5", "0x" + 999 * "f", 1001 * "9"])
+def test_a_number_of_a_recipe_has_a_largest_length(tmp_path: Path, number: str) -> None:
+    """The time of reading `1:1:...` grows with the square of its length."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"a: 1\nb: {number}\n")
+    assert f"{recipe}:2: not valid YAML: a number has more than 1,000 characters" in refusal("fit", recipe)
+    (tmp_path / "config.yaml").write_text(recipe.read_text())
+    assert not is_run(tmp_path)
+    assert compose(f"b: {number[:999]}\nc: '{number}'\n") is not None
+
+
+@pytest.mark.parametrize(
+    "value", ['!!int ""', "1" + 200 * ":1" + ".5", "!!bool maybe", "!!timestamp soon", "2001-99-99"]
+)
+def test_a_value_that_its_tag_does_not_fit(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"corpus: {{folder: {value}}}\n")
+    assert not is_run(tmp_path)
+    if value != "2001-99-99":  # A recipe may hold what looks like a date.
+        assert f"{path}:1: not valid YAML: '" in refusal("fit", path)
+
+
+def test_a_recipe_of_many_values_is_refused_before_all_of_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of text after the last value that is allowed, nothing is read: it would not be YAML."""
+    recipe = tmp_path / "recipe.yaml"
+    monkeypatch.setattr("pipeline.config.recipe_files.MAX_VALUES", 50)
+    recipe.write_text("a:\n" + "- x\n" * 50 + "}")
+    assert "not valid YAML: with its aliases it has more than" in refusal("fit", recipe)
+    recipe.write_text("a:\n" + "- x\n" * 47 + "}")
+    assert f"{recipe}:49: not valid YAML: expected <block end>" in refusal("fit", recipe)
 
 
 BILLION = "a0: &a0 [x]\n" + "".join(

@@ -266,6 +266,20 @@ def test_a_mistake_is_blamed_on_the_file_that_has_its_key(tmp_path: Path) -> Non
         recipe_from_dict(given)
 
 
+def test_a_mistake_is_blamed_on_the_last_file_that_gives_its_key(tmp_path: Path) -> None:
+    base = write(tmp_path, MINIMAL + "run:\n  seed: 1\nnetwork:\n  d_ff: narrow\n", "base.yaml")
+    middle = write(tmp_path, "extends: base.yaml\nrun: {seed: few}\n", "middle.yaml")
+    own = write(tmp_path, "extends: middle.yaml\nname: own\nrun:\n  seed: wide\nnetwork: {d_ff: 64}\n", "own.yaml")
+    overlay = write(tmp_path, "\n\nrun: {seed: last}\n", "overlay.yaml")
+    for paths, place in (([own], f"{own}:4"), ([own, overlay], f"{overlay}:3"), ([overlay, own], f"{own}:4")):
+        with pytest.raises(InputError, match=rf"^{place}: run\.seed must be a whole number"):
+            load_recipe(paths)
+    both = [rf"{base}:\d+: network\.d_ff must be .*", rf"{middle}:2: run\.seed must be .*"]
+    with pytest.raises(InputError, match=f"^2 mistakes: {'; '.join(both)}"):
+        load_recipe([middle])
+    assert load_recipe([own], ["--run.seed", "3"]).network.d_ff == 64
+
+
 SECTIONS = {one.name: [key.name for key in fields(one.type)] for one in fields(Recipe) if is_dataclass(one.type)}
 SECTIONS["trainer"] = list(TRAINER_KEYS)
 SCALARS = st.one_of(

@@ -112,6 +112,15 @@ def test_a_torn_record_and_garbage_after_a_power_cut_are_removed(tmp_path: Path,
     assert [step for step, _ in scalars(tmp_path, "loss")] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("line", ['{"loss": 1.0}', '{"step": "4"}', "[4]"])
+def test_a_line_without_a_step_is_removed_as_damaged(tmp_path: Path, line: str) -> None:
+    log_steps(tmp_path, 0, 3, 0.0)
+    with (tmp_path / METRICS).open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
+    log_steps(tmp_path, 3, 5, 0.0)
+    assert [one["step"] for one in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+
+
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     log = RunLog(tmp_path, 0, writes=False)
     log.log_metrics({"loss": 1.0}, 1)
