@@ -251,7 +251,7 @@ def test_text_files_and_pipes_have_an_encoding(tmp_path: Path) -> None:
 
 
 READS_OWN_FILES = {
-    "data_module": {"corpus/dataset_reader.py", "corpus/store.py", "demo/corpus.py", "files.py"},
+    "data_module": {"corpus/store.py", "demo/corpus.py", "files.py"},
     "pipeline": {
         *(f"commands/{name}.py" for name in ("demo", "synthesis")),
         "config/recipe_files.py",

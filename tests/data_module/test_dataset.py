@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from zipfile import ZipFile
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
@@ -203,12 +204,19 @@ def test_by_name_from_the_hub(settings: CorpusSettings, tmp_path: Path, monkeypa
     write_parquet(hub / "wmt/wmt14" / names[1], rows(30, 9))
     with pytest.raises(InputError, match=rf"wmt/wmt14/{names[1]} has changed"):
         made(named)
-    # A card on the hub leads to no local file.
-    for path in (tmp_path / "secret.json", hub / "a/b/train.json"):
+    # A card on the hub leads to no local file, and to no other data set.
+    secret = tmp_path / "secret.json"
+    for path in (secret, hub / "a/b/train.json", hub / "a/b-secret/secret.json"):
         write_json(path, rows(40, 1))
-    write_card(hub / "a/b/README.md", str(tmp_path / "secret.json"))
-    with pytest.raises(InputError, match=r"a/b: its card names .*/secret.json, outside the folder"):
-        made(replace(named, train=[TextSource(dataset="a/b", split="train")]))
+    with ZipFile(tmp_path / "secret.zip", "w") as archive:
+        archive.write(secret, "secret.json")
+    sibling, zipped = str(hub / "a/b-secret/secret.json"), f"zip://secret.json::{tmp_path}/secret.zip"
+    for place in (str(secret), f"local://{secret}", zipped, sibling, "../b-secret/secret.json"):
+        write_card(hub / "a/b/README.md", place)
+        with pytest.raises(InputError, match=r"a/b: its card names .*/?secret.json.*, outside the folder"):
+            made(replace(named, train=[TextSource(dataset="a/b", split="train")]))
+        dataset_reader._open_once.cache_clear()
+    assert not [name for name in fetched if "secret" in name]
     # Training does not contact the hub, because compute nodes may have no network.
     shutil.rmtree(hub)
     dataset_reader._open_once.cache_clear()
@@ -281,19 +289,26 @@ def test_files_outside_the_folder_and_addresses(settings: CorpusSettings, tmp_pa
     folder = tmp_path / "other"
     write_json(folder / "train.json", rows(40, 1))
     write_json(tmp_path / "secret.json", rows(40, 1))
+    write_json(tmp_path / "other-secret/secret.json", rows(40, 1))
     text = [TextSource(dataset=str(folder), split="train")]
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         address = f"http://127.0.0.1:{server.getsockname()[1]}/train.json"
         outside = str(tmp_path / "secret.json")
-        for place in ("../secret.json", "a/../../secret.*", outside, f"file:{outside}", address, "file:///secret.json"):
+        places = ["../secret.json", "a/../../secret.*", outside, f"file:{outside}", address, "file:///secret.json"]
+        # A sibling's path begins with the text of the folder's own.
+        siblings = ["../other-secret/secret.json", f"{folder}-secret/secret.json"]
+        for place in (*places, *siblings, f"local://{outside}", f"zip://secret.json::{outside}"):
             write_card(folder / page, place)
             found = outside if place == f"file:{outside}" else place
             fails(settings, f"other: its card names {found}, outside the folder; put the file into", train=text)
         with pytest.raises(BlockingIOError):
             server.accept()
-    write_card(folder / page, "./train.json")
-    assert made(replace(settings, train=text))["train"]["pairs_kept"] == 40
+    write_card(folder / page, "1" + 50 * ":1")
+    fails(settings, f"{page}: has a number of base 60, which would take long to read", train=text)
+    for place in ("./train.json", f"{folder}/train.json"):
+        write_card(folder / page, place)
+        assert made(replace(settings, train=text), force=True)["train"]["pairs_kept"] == 40
 
 
 def test_a_damaged_file_among_several_is_named(settings: CorpusSettings, tmp_path: Path) -> None:
