@@ -15,6 +15,7 @@ from data_module.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
 from model.sampling import Sampling
 from pipeline.export.card import readme
+from pipeline.inference import shards
 from pipeline.inference.options import Prefixes, SearchOptions, with_prefix
 from pipeline.inference.text_io import CHUNK
 from pipeline.inference.translator import EMPTY, Translator
@@ -136,7 +137,9 @@ def test_a_bundle_of_an_earlier_version_takes_none(tokenizer: Tokenizer) -> None
 
 
 @pytest.mark.two_processors
-def test_commands_bundles_and_the_api_agree(trained_run: Path, bundle: Path, tmp_path: Path) -> None:
+def test_commands_bundles_and_the_api_agree(
+    trained_run: Path, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From a file, for a search and for samples, by one process and in shards by two."""
     model = pipeline_api.load(trained_run)
     text = ["the dog sees a cat", "a red house", ""] * 5
@@ -153,6 +156,13 @@ def test_commands_bundles_and_the_api_agree(trained_run: Path, bundle: Path, tmp
         assert line.startswith(prefix) if given else line == ""
     assert pipeline(*words, "--devices", 2, "--output", output, "--shard-lines", CHUNK).returncode == 0
     assert output.read_text().splitlines() == one
+    # A task of an array that begins in the middle has two runs of shards.
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "CHUNK", 4)
+        for name, value in (("ID", 1), ("MIN", 0), ("COUNT", 2)):
+            patch.setenv(f"SLURM_ARRAY_TASK_{name}", str(value))
+        run_here(*words, "--output", tmp_path / "several", "--shard-lines", 4)
+    assert (tmp_path / "several").read_text().splitlines() == one
     assert pipeline_api.load(bundle).translate(text, target_prefix=prefixes) == one
     same = run_here(*command, "--target-prefix", second)[0].splitlines()
     assert same == model.translate(text, target_prefix=second)
