@@ -28,6 +28,7 @@ LAYERS = {
         "worker_processes",
         "text_files",
         "settings",
+        "outputs",
         "files",
         "registry",
         "errors",

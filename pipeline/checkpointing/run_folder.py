@@ -232,11 +232,18 @@ def _files_to_remove(run: Path) -> Iterator[Path]:
     """Yield the files of a run that `--fresh` removes, including their temporary files that killed processes left."""
     for folder, patterns in _REMOVED.items():
         entries: list[Path] = []
-        with suppress(FileNotFoundError, NotADirectoryError):  # The run has no such folder.
+        # The run has no such folder, or it is another user's, which `check_writable` refuses for `--fresh`.
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
             entries = sorted((run / folder).iterdir())
         for entry in entries:
             if any(fnmatchcase(entry.name, pattern) or is_temporary_file(entry, pattern) for pattern in patterns):
                 yield entry
+
+
+def files_of_run(run: Path) -> Iterator[Path]:
+    """Yield the files of a run that `fit` and `average` write, except for locks."""
+    yield from _files_to_remove(run)
+    yield from (run / name for name in _OWN_FILES)
 
 
 def is_in_use(path: Path) -> bool:

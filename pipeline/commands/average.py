@@ -7,6 +7,7 @@ import argparse
 
 from data_module.errors import InputError
 from data_module.files import replace_error, user_path
+from data_module.outputs import followed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
     if count < 1:
         raise InputError(f"--{option} {count} is not 1 or more")
     output = arguments.output or arguments.run / f"average-{option}-{count}.ckpt"
+    if arguments.output is not None:
+        output = followed(output)
     if output.exists() and not output.is_file():
         # The file would also replace a device, such as /dev/null.
         raise InputError(f"{output}: is a folder or a device; give a file as --output")
@@ -39,5 +42,5 @@ def run(arguments: argparse.Namespace) -> int:
     from pipeline.commands.averaging import write_average  # torch
 
     write_average(arguments.run, option, count, output)
-    print(output)
+    print(arguments.output or output)
     return 0

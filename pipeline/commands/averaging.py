@@ -1,6 +1,7 @@
 """What `average` does: it chooses checkpoints of a run and writes the mean of their weights."""
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from data_module.errors import InputError
@@ -25,8 +26,11 @@ from pipeline.inference.metrics import mode_of, title_and_score
 def write_average(run: Path, option: str, count: int, output: Path) -> None:
     """Write the average of a run's newest checkpoints ("last"), or of those around its best validation ("best").
 
-    Raises InputError when there are fewer checkpoints, no validation scores, or checkpoints of another run.
+    Raises InputError when there are fewer checkpoints, no validation scores, or checkpoints of another run, or `output`
+    is a file other than an average.
     """
+    if output.is_file() and not output.is_symlink() and not is_average(output):
+        raise InputError(f"{output}: is there, and is no average; give another file as --output, or move it away")
     check_members(run, all_checkpoints(run))
     if option == "best":
         averaged = average_best(run, count)
@@ -36,6 +40,13 @@ def write_average(run: Path, option: str, count: int, output: Path) -> None:
         averaged = average(paths[-count:])
     write_atomic(averaged, output)
     print(f"averaged {', '.join(averaged['averaged'])}", file=sys.stderr)
+
+
+def is_average(path: Path) -> bool:
+    """Return whether a file is an averaged checkpoint, and not damaged."""
+    with suppress(InputError):
+        return "averaged" in read_checkpoint(path).contents
+    return False
 
 
 def average_best(run: Path, count: int) -> PlainValues:

@@ -9,8 +9,10 @@ import argparse
 
 from data_module.errors import InputError
 from data_module.files import user_path
+from data_module.outputs import require_writable
+from pipeline.inference.file_options import check_files
 from pipeline.inference.options import SearchOptions, add_prefix_argument, add_search_arguments
-from pipeline.inference.text_io import paired_texts, read_numbers, require_as_many, require_writable
+from pipeline.inference.text_io import paired_texts, read_numbers, require_as_many
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Check the options and read the texts, then translate and score."""
     options, texts, scores = SearchOptions.given(arguments), given_texts(arguments), given_scores(arguments)
-    require_writable(arguments.output, arguments.source, *(arguments.reference or ()), *arguments.scores)
+    check_files(arguments)
+    if arguments.output is not None:
+        require_writable(arguments.output, "--output")
     for path, numbers in zip(arguments.scores, scores, strict=True):
         require_as_many(path, numbers, len(texts[0]) if texts else len(numbers))
     from pipeline.inference.evaluation import evaluate  # torch and sacreBLEU

@@ -11,6 +11,7 @@ from dataclasses import replace
 from data_module.errors import InputError
 from data_module.files import user_path
 from pipeline.export.bundle_folder import FILES, ON_REQUEST, PARITY_SENTENCES, check_bundle_folder
+from pipeline.inference.file_options import check_files
 from pipeline.inference.options import SearchOptions, add_search_arguments
 
 
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the bundle and print its path."""
     options = replace(SearchOptions.given(arguments), n_best=arguments.n_best)
+    check_files(arguments)
     check_bundle_folder(arguments.folder, arguments.force)
     if arguments.parity_reference and not arguments.parity_source:
         raise InputError("--parity-reference: give --parity-source, the sentences that it translates")

@@ -16,9 +16,11 @@ import argparse
 
 from data_module.errors import InputError
 from data_module.files import user_path
+from data_module.outputs import require_writable
 from pipeline.inference.bundle_folder import bundle_of
+from pipeline.inference.file_options import check_files
 from pipeline.inference.options import add_prefix_argument
-from pipeline.inference.text_io import read_pairs, require_writable
+from pipeline.inference.text_io import read_pairs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +65,6 @@ def require_share(keep: float) -> None:
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
-    require_writable(arguments.alignments, arguments.source, arguments.target, option="--alignments")
     if arguments.n_best is not None and arguments.n_best < 1:
         raise InputError(f"--n-best {arguments.n_best}: must be 1 or more")
     if arguments.pieces and arguments.n_best is not None:
@@ -79,5 +80,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
         require_share(arguments.keep)
         if arguments.n_best is not None or not (arguments.source.is_file() and arguments.target.is_file()):
             raise InputError("--keep: needs two texts that can be read again, no pipe and no --n-best")
-        for option, path in zip(("--kept-source", "--kept-target"), kept, strict=True):
-            require_writable(path, arguments.source, arguments.target, option=option)
+    check_files(arguments)
+    for name in ("alignments", "kept_source", "kept_target"):
+        if (path := getattr(arguments, name)) is not None:
+            require_writable(path, f"--{name.replace('_', '-')}")

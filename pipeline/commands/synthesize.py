@@ -14,6 +14,7 @@ from data_module.files import user_path
 from pipeline.commands.score import require_share
 from pipeline.config.recipe import add_recipe_arguments, load_recipe
 from pipeline.config.settings import validate_trainer_keys
+from pipeline.inference.file_options import check_files
 from pipeline.inference.options import SearchOptions
 
 
@@ -60,7 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.config, arguments.overrides)
     with recipe.naming_places():
         validate_trainer_keys(recipe.trainer)
-        folder = arguments.folder or Path(f"{recipe.run_folder()}-{arguments.kind}")
+        folder = arguments.folder = arguments.folder or Path(f"{recipe.run_folder()}-{arguments.kind}")
+        check_files(arguments, [recipe.as_dict()])
         from pipeline.commands.synthesis import make_plan  # torch
 
         plan = make_plan(arguments, recipe, folder)

@@ -19,6 +19,7 @@ from io import FileIO
 from data_module.errors import InputError
 from data_module.files import user_path
 from data_module.text_files import open_file, text_reader
+from pipeline.inference.file_options import check_files
 from pipeline.inference.options import (
     SearchOptions,
     add_prefix_argument,
@@ -83,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise InputError(f"{option}: is for whole texts; omit it, or --interactive, which answers line by line")
     if arguments.shard_lines is not None and not arguments.output:
         raise InputError("--shard-lines: is for --output; add that, or omit it")
+    check_files(arguments)
     if arguments.target_prefixes is not None:
         if arguments.target_prefix is not None:
             raise InputError("--target-prefixes: gives each line its own; omit it, or --target-prefix")

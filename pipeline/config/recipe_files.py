@@ -15,6 +15,7 @@ import yaml
 
 from data_module.errors import PROGRAM, InputError
 from data_module.files import PlainValues, atomic_file, read_whole, user_path
+from data_module.outputs import check_outputs, followed
 from data_module.registry import did_you_mean
 
 SCHEMA = "recipe.schema.json"
@@ -261,8 +262,9 @@ def copy_recipe(name: str, to: Path | None) -> list[Path]:
         if copy.exists() and read_whole(copy) != text.encode():
             raise InputError(f"{copy}: {name} extends it, and it is not the shipped one; copy to another folder")
     written = [copy for copy in texts if not copy.exists()]
+    check_outputs([("file", copy) for copy in (*written, target.parent / SCHEMA)], ())
     for copy in written:
-        with atomic_file(copy) as file:
+        with atomic_file(followed(copy) if copy == target else copy) as file:
             file.write(texts[copy].encode())
     # The schema is replaced: it is generated, and the newest one fits all recipes.
     with atomic_file(target.parent / SCHEMA) as file:

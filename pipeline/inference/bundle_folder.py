@@ -1,6 +1,7 @@
 """A bundle on disk: its folder, the program in it and its card. `pipeline/export` writes bundles."""
 
 import os
+import re
 from pathlib import Path
 
 from data_module.errors import InputError
@@ -9,6 +10,17 @@ from data_module.files import PlainValues, check_format, json_object
 PROGRAM_FILE = "model.ts"
 """The file that translates, a program in TorchScript."""
 CARD_FILE = "card.json"
+BUNDLE_NAMES = re.compile(
+    r"""(README\.md|card\.json|parity\.json|tokenizer\.(model|seen)|source\.spm|model\.ts|model\.pt2|compiled\.pt2
+    |ctranslate2(-int8)?(/(model\.bin|config\.json|(source|target|shared)_vocabulary\.(json|txt)))?
+    |huggingface(/(README\.md|((tokenizer|generation)_)?config\.json|(target_)?vocab\.json|(source|target)\.spm
+        |(special_tokens_map|added_tokens|tokenizer|model\.safetensors\.index)\.json
+        |model(-\d+-of-\d+)?\.safetensors|pytorch_model\.bin))?
+    |onnx(/(encode|step)\.onnx(\.data)?)?
+    |cpp(/(search\.cpp|weights\.bin|translate(\.cpp)?|search\.so))?)""",
+    re.VERBOSE,
+)
+"""Paths in a bundle, of version 1.0.0 too, and of what its README says to compile there."""
 START_OVER = "export it again"
 """The way out in messages about a bundle that this version cannot read."""
 

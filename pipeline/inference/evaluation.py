@@ -3,10 +3,14 @@
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import NamedTuple
+
+from sacrebleu.utils import SACREBLEU_DIR
 
 from data_module.errors import InputError, require_package
 from data_module.files import PlainValues
+from data_module.outputs import output_file
 from data_module.text_files import progress_bar
 from pipeline.inference import metrics
 from pipeline.inference.bleu_tokenizer import spacing_warning, tokenizer_of
@@ -17,9 +21,10 @@ from pipeline.inference.evaluation_text import (
     text_of_recipe,
     text_of_test_set,
 )
+from pipeline.inference.file_options import check_files
 from pipeline.inference.loading import load_translator
 from pipeline.inference.options import SearchOptions
-from pipeline.inference.text_io import SentenceWarnings, output_file, require_as_many
+from pipeline.inference.text_io import SentenceWarnings, require_as_many
 from pipeline.inference.translator import Translator
 
 TOKENIZED_LINES = 100
@@ -78,6 +83,8 @@ def evaluate(
         text = text_of_model(translators[0], arguments)
         for path, numbers in zip(arguments.scores, scores, strict=True):
             require_as_many(path, numbers, len(text.sources))
+    test_set = Path(SACREBLEU_DIR, arguments.test_set).rglob("*") if arguments.test_set else ()
+    check_files(arguments, [translator.recipe for translator in translators], *test_set)
     settings_of_scores = score_settings(translators[0], arguments, text)
     translated = [translations(translator, text, options) for translator in translators]
     names = [translator.name for translator in translators]

@@ -20,6 +20,7 @@ from pathlib import Path
 from data_module.corpus.pairs import fingerprint
 from data_module.errors import InputError
 from data_module.files import FileLock, PlainValues, atomic_file, read_json, remove_temporary_files
+from data_module.outputs import followed
 from data_module.text_files import num_lines, open_file
 from pipeline.inference.text_io import CHUNK, sentences
 from pipeline.runtime.launch import clear_failure_count
@@ -57,7 +58,7 @@ class Shards:
         `model` is the file of the model, `number` that of this process in its command, from 0.
 
         Raises InputError if the text cannot be read twice, existing shards belong to another text, model or options, or
-        the file at `output` is the text itself or has another number of lines.
+        the file at `output` has another number of lines.
         """
         source, self._size = task.source, task.shard_lines
         if self._size < 1 or self._size % CHUNK:
@@ -79,8 +80,6 @@ class Shards:
 
     def _begin(self, wanted: PlainValues) -> None:
         path = self._folder / MANIFEST
-        if self._output.exists() and self._output.samefile(self._source):
-            raise InputError(f"{self._output}: is the text to translate; give another --output")
         if self._output.exists() and not path.exists():
             raise InputError(f"{self._output}: exists already; remove it, or give another --output")
         with FileLock(self._folder / _LOCK) as lock:
@@ -208,8 +207,9 @@ class Shards:
             lock.take(wait=True)
             if self._output.exists():
                 return
-            remove_temporary_files(self._output.parent, glob.escape(self._output.name))
-            with atomic_file(self._output) as file:
+            output = followed(self._output)
+            remove_temporary_files(output.parent, glob.escape(output.name))
+            with atomic_file(output) as file:
                 for shard, name in enumerate(self._names):
                     path = self._folder / name
                     self._require_lines(path, self._num_lines_of(shard), "and run the same command again")

@@ -1,15 +1,13 @@
 """Line-by-line text input for the commands, and the progress bar that they share."""
 
 import math
-import os
 from collections.abc import Iterable, Iterator, Sized
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from data_module.errors import InputError
-from data_module.files import atomic_file, naming_full_disk, replace_error
 from data_module.text_files import BYTE_ORDER_MARK, LineWarning, StrayMarks, num_lines, open_file
 from data_module.tokenization.tokenizer import SPACE_MARK, is_blank
 from pipeline.inference.options import Prefixes
@@ -210,29 +208,3 @@ def _lists(lines: Iterable[str], path: Path) -> Iterator[list[str]]:
         translations.append(others[-1])
     if translations:
         yield translations
-
-
-@contextmanager
-def output_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file that is written as a whole, or in place if that is not possible, as for a pipe."""
-    # Tested before links are resolved: for a pipe, /dev/fd has a link whose target is no file.
-    if (path.exists() and not path.is_file()) or replace_error(path.resolve()):
-        with naming_full_disk(path), path.open("wb") as file:
-            yield file
-    else:
-        with atomic_file(path.resolve()) as file:
-            yield file
-
-
-def require_writable(output: Path | None, *inputs: Path | None, option: str = "--output") -> None:
-    """Raise InputError if a file cannot be written or is one of the inputs, before its contents are computed."""
-    if output is None:
-        return
-    if output.exists() and any(path and path.is_file() and path.samefile(output) for path in inputs):
-        raise InputError(f"{output}: is the text to score, and would be overwritten; give another {option}")
-    if not output.parent.is_dir():
-        raise InputError(f"{output}: its folder does not exist; create it or give another {option}")
-    if output.is_dir():
-        raise InputError(f"{output}: is a folder; give a file as {option}")
-    if not os.access(output if output.exists() else output.parent, os.W_OK):
-        raise InputError(f"{output}: cannot be written; change its permissions or give another {option}")

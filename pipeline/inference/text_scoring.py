@@ -11,12 +11,14 @@ from typing import NamedTuple
 import numpy as np
 
 from data_module.errors import InputError
+from data_module.outputs import output_file
 from data_module.text_files import progress_bar
 from data_module.tokenization.tokenizer import is_blank
+from pipeline.inference.file_options import check_files
 from pipeline.inference.loading import load_translator, require_direction
 from pipeline.inference.options import with_prefix
 from pipeline.inference.scoring import Alignment, Pieces, Scorer, dual_cross_entropy
-from pipeline.inference.text_io import CHUNK, Pair, output_file, read_pairs
+from pipeline.inference.text_io import CHUNK, Pair, read_pairs
 from pipeline.inference.translator import Hypothesis, Translator
 from pipeline.runtime.console import ReaderGone
 
@@ -37,6 +39,7 @@ def score_text(arguments: argparse.Namespace, pairs: Iterator[Pair], total: int 
     Raises InputError if a model cannot be read, the models do not belong together, or the pairs cannot be read.
     """
     models = [load_translator(path, searches=False) for path in (arguments.checkpoint, arguments.reverse) if path]
+    check_files(arguments, [model.recipe for model in models])
     models[0].prefixes.check(arguments.prefix)
     is_list = arguments.n_best is not None
     if arguments.reverse:

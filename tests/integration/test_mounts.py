@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from data_module.files import is_mount_point
+from data_module.outputs import output_file
 from pipeline.config.recipe import load_recipe
-from pipeline.inference.text_io import output_file
 from pipeline.training.doctor import Question, check_fit
 from tests.conftest import ROOT, pipeline, refusal
 

@@ -154,12 +154,38 @@ def test_average_refuses_incompatible_checkpoints(
         ("RUN/checkpoints --best 1", "holds no checkpoint; give a run folder"),
         ("RUN --last 1 --output RUN", "is a folder or a device; give a file as --output"),
         ("RUN --last 1 --output PIPE", "is a folder or a device; give a file as --output"),
+        ("RUN --last 1 --output RUN/checkpoints/step=00000080.ckpt", "is there, and is no average; give another file"),
+        ("RUN --last 1 --output RUN/checkpoints/best.ckpt", "best.ckpt: is there, and is no average"),
+        ("RUN --last 1 --output TEXT", "text: is there, and is no average"),
     ],
 )
 def test_what_average_refuses(finished_run: Path, tmp_path: Path, words: str, said: str) -> None:
     os.mkfifo(tmp_path / "pipe")
-    given = words.replace("RUN", str(finished_run)).replace("PIPE", str(tmp_path / "pipe"))
+    (tmp_path / "text").touch()
+    given = words.replace("RUN", str(finished_run))
+    for name in ("pipe", "text"):
+        given = given.replace(name.upper(), str(tmp_path / name))
     assert said in refusal("average", *given.split())
+
+
+def test_what_average_replaces(finished_run: Path, tmp_path: Path) -> None:
+    """An average, which a link may lead to; in the run folder, a link is replaced."""
+    run, link, disk = Path(shutil.copytree(finished_run, tmp_path / "run")), tmp_path / "link", tmp_path / "disk"
+    disk.mkdir()
+    link.symlink_to("disk/average")
+    for last in (1, 2):
+        assert run_here("average", run, "--last", last, "--output", link)[0] == f"{link}\n"
+        assert link.readlink() == Path("disk/average")
+        assert len(read_checkpoint(disk / "average").contents["averaged"]) == last
+    own = run / "average-last-2.ckpt"
+    own.symlink_to(disk / "notes")
+    (disk / "notes").write_text("mine")
+    for _ in range(2):
+        run_here("average", run, "--last", 2)
+        assert not own.is_symlink()
+    assert (disk / "notes").read_text() == "mine"
+    shutil.copy(run / "checkpoints" / "best.ckpt", own)
+    assert f"{own}: is there, and is no average; give another file as --output" in refusal("average", run, "--last", 2)
 
 
 def test_average_skips_incomplete_checkpoints(finished_run: Path, tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_mistakes_are_refused_before_a_model_is_loaded(tmp_path: Path, monkeypat
         ((*files, "--scores", numbers, "--scores", numbers), "--scores: 2 files for 1 models"),
         (
             (*files, "--scores", numbers, "--output", numbers),
-            f"{numbers}: is the text to score, and would be overwritten",
+            f"{numbers}: is read by this command, and would be overwritten; give another --output",
         ),
     ):
         assert message in refusal("evaluate", "this", *options)
@@ -287,18 +287,45 @@ def test_one_source_is_scored_as_a_whole(recipe: dict[str, SeveralLanguages], tm
         assert message in refusal("evaluate", "this")
 
 
-def test_the_output_is_no_input(recipe: dict[str, SeveralLanguages], tmp_path: Path) -> None:
+def test_the_output_is_no_input(
+    recipe: dict[str, SeveralLanguages], trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is it a model, or a text of its recipe."""
+    monkeypatch.chdir(tmp_path)
     source, reference, link = tmp_path / "in.en", tmp_path / "in.de", tmp_path / "link"
     source.write_text("A b c d\n")
     reference.write_text("A b c e\n")
     link.symlink_to(reference)
     files = ["--source", source, "--reference", reference, "--prefix", ">>de<<"]
     for output in (source, reference, link):
-        message = f"{output}: is the text to score, and would be overwritten"
+        message = f"{output}: is read by this command, and would be overwritten; give another --output"
         assert message in refusal("evaluate", "this", *files, "--output", output)
     assert (source.read_text(), reference.read_text()) == ("A b c d\n", "A b c e\n")
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    corpus = {
+        "test": [{"source": str(source), "target": str(reference)}],
+        "train": [{"dataset": str(texts), "split": "x"}],
+    }
+    evaluated(*files)
+    recipe["this"].recipe["corpus"] |= corpus | {"tokenizer": str(tmp_path / "0.tsv")}
+    before = {path: path.read_bytes() for path in (source, reference, tmp_path / "0.tsv")}
+    for name in ("this", "other", "texts/part.json"):
+        Path(name).write_text(name)
+    for words, output in (
+        (["--versus", "other"], "this"),
+        (["--versus", "other", *files], "other"),
+        (["--versus", trained_run, *files], trained_run / "checkpoints" / "step=00000240.ckpt"),
+        ([], source),
+        (files[:4], "0.tsv"),
+        (files[:4], "texts/part.json"),
+    ):
+        message = f"{output}: is read by this command, and would be overwritten; give another --output"
+        assert message in refusal("evaluate", "this", *words, "--output", output)
+    assert before == {path: path.read_bytes() for path in before}
     output = tmp_path / "out.de"
-    evaluated(*files, "--output", output)
+    for _ in range(2):
+        evaluated(*files, "--output", output)
     assert output.read_text() == "A b c d\n"
     assert not list(tmp_path.glob(".*"))
 

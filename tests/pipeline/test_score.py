@@ -320,7 +320,8 @@ def test_mistakes(
     same = with_languages(trained, tmp_path / "same.ckpt", "en", "de")
     monkeypatch.setattr(text_scoring, "CHUNK", 2)  # something would have been printed before the texts' ends
     given = [trained.path, "--source", source, "--target"]
-    both = ["--kept-source", words, "--kept-target", words]
+    trained_on = trained.recipe["corpus"]["train"][0]["target"]
+    both = ["--kept-source", words, "--kept-target", tmp_path / "kept"]
     for changed, expected in (
         ([*given, short], f"{short} ends after {len(SOURCES) - 1} lines and the other goes on"),
         ([trained.path, "--source", short, "--target", target], f"{short} ends after {len(SOURCES) - 1} lines"),
@@ -333,12 +334,15 @@ def test_mistakes(
         ([*given, write(tmp_path / "few", ["1\ta", "2\tb"]), "--n-best", 1], "few ends after 2 lines"),
         ([*given, target, "--n-best", 1, "--alignments", words], "--alignments: cannot be given with --n-best"),
         ([*given, target, "--n-best", 1, "--pieces"], "--pieces: cannot be given with --n-best"),
-        ([*given, target, "--alignments", target], f"{target}: is the text to score"),
+        ([*given, target, "--alignments", target], f"{target}: is read by this command"),
         ([*given, target, "--keep", 0.5], "--keep: goes with --kept-source and --kept-target; give all three"),
         ([*given, target, "--kept-source", words, "--kept-target", words], "--keep: goes with"),
         ([*given, target, "--keep", 2, *both], "--keep 2: must be above 0 and at most 1"),
         ([*given, target, "--keep", 0.5, *both, "--n-best", 1], "--keep: needs two texts that can be read again"),
-        ([*given, target, "--keep", 0.5, *both[:3], source], f"{source}: is the text to score"),
+        ([*given, target, "--keep", 0.5, *both[:3], source], f"{source}: is read by this command"),
+        ([*given, target, "--alignments", words, "--keep", 0.5, *both], f"{words}: is --alignments too; give another"),
+        ([*given, target, "--reverse", same, "--alignments", same], f"{same}: is read by this command"),
+        ([*given, target, "--alignments", trained_on], f"{trained_on}: is read by this command, and would be"),
         ([bundle, *given[1:], target, "--alignments", words], "--alignments: a bundle does not give"),
         ([*given, target, "--prefix", "<x>"], "--prefix <x>: is no prefix of this model"),
         (

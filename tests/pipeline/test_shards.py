@@ -1,6 +1,7 @@
 """`translate --output`: processes share the shards of a text, and the output is that of one process or not there."""
 
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -214,13 +215,32 @@ def test_mistakes(trained_run: Path, tmp_path: Path) -> None:
     command = ("translate", trained_run, "--output", output)
     assert "--output: needs --source" in refusal(*command)
     assert "--shard-lines: is for --output; add that" in refusal(*command[:2], "--source", text, "--shard-lines", 5)
+    read = "is read by this command, and"
     same = (*command[:2], "--source", text, "--output", text)
-    assert f"{text}: is the text to translate; give another --output" in refusal(*same)
+    assert f"{text}: {read} would be overwritten; give another --output" in refusal(*same)
+    prefixes = tmp_path / "output.shards" / "0000000"
+    prefixes.parent.mkdir()
+    prefixes.write_text("a\n")
+    for words in (["--source", text, "--target-prefixes", prefixes], ["--source", prefixes]):
+        assert f"{prefixes}: {read} {prefixes.parent} would be replaced; give another --output" in refusal(
+            *command, *words
+        )
+    shutil.rmtree(prefixes.parent)
     assert "--shard-lines 5: must be a multiple of 2048" in refusal(*command, "--source", text, "--shard-lines", 5)
     assert "text.gz: not a gzip file, or a damaged one" in refusal(*command, "--source", damaged)
     output.touch()
     assert "output: exists already; remove it, or give another --output" in refusal(*command, "--source", text)
     assert not (tmp_path / "output.shards").exists()
+
+
+def test_an_output_that_is_a_link_stays_one(start: Callable[..., Shards], tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "output").symlink_to("disk/text")
+    assert len(finish(start())) == NUM_LINES
+    assert finish(start()) == []
+    assert (tmp_path / "output").readlink() == Path("disk/text")
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["text"]
+    check(tmp_path)
 
 
 def test_all_options_that_translations_depend_on_are_compared() -> None:

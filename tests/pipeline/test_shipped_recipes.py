@@ -51,6 +51,18 @@ def test_the_list_has_every_recipe_and_overlay() -> None:
     assert all(listed.values())
 
 
+def test_a_link_is_followed_to_a_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("disk").mkdir()
+    Path("link.yaml").symlink_to("disk/own.yaml")
+    assert copied("demo", Path("link.yaml")) == ["link.yaml", SCHEMA]
+    assert Path("link.yaml").readlink() == Path("disk/own.yaml")
+    Path("best.yaml").symlink_to("multi30k_tiny.yaml")
+    said = "multi30k_tiny.yaml: is file too; give another file"  # which it extends
+    assert said in refusal("recipe", "copy", "multi30k_best", "best.yaml")
+    assert not Path("multi30k_tiny.yaml").exists()
+
+
 def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = functools.partial(refusal, "recipe")
     monkeypatch.chdir(tmp_path)

@@ -227,6 +227,11 @@ def test_mistakes(place: Path, trained_run: Path) -> None:
     ):
         assert expected in refusal("synthesize", *words, "--plan"), words
         assert not Path("work").exists()
+    Path("new").mkdir()
+    Path("new/.mono").symlink_to("../new/.text")
+    Path("new/.text").write_text("the dog\n")
+    said = "new/.mono: is read by this command, and new would be replaced; give another folder"
+    assert said in refusal("synthesize", *BACK, "--text", "new/.mono", "--folder", "new", "--plan")
     manifest["tokenizer"]["sha256"] = "0"
     kept = (corpus / "manifest.json").read_bytes()
     try:
