@@ -17,6 +17,11 @@ from data_module.settings import TextSource
 
 FORMAT = "attention-pipeline corpus"
 MANIFEST_NAME = "manifest.json"
+CORPUS_NAMES = re.compile(
+    r"manifest\.json|tokenizer\.(model|seen)|\.runs|validation\.(source|target)\.txt"
+    r"|(train(\.\d+)?|validation)\.(source|target)\.(tokens|offsets|lengths)\.npy"
+)
+"""Names of the files in a corpus, of version 1.0.0 too."""
 
 TEXT_KEYS = ("corpus.train", "corpus.validation", "corpus.test")
 """Keys of a recipe that hold a list of text sources."""

@@ -23,10 +23,20 @@ from data_module.corpus.checks import (
     source_warnings,
     tokenizer_file,
 )
-from data_module.corpus.manifest import MANIFEST_NAME, Inputs, Manifest, Origin, differences, is_corpus, read_manifest
+from data_module.corpus.manifest import (
+    CORPUS_NAMES,
+    MANIFEST_NAME,
+    Inputs,
+    Manifest,
+    Origin,
+    differences,
+    is_corpus,
+    read_manifest,
+)
 from data_module.corpus.pairs import all_available, fingerprint, open_reader
 from data_module.errors import InputError
 from data_module.files import FileLock, PlainValues, disk_full_error, replace_folder
+from data_module.outputs import check_outputs, files_of_texts, require_own
 from data_module.settings import CorpusSettings
 from data_module.tokenization.tokenizer import Tokenizer
 
@@ -56,9 +66,10 @@ def prepare(
     """
     check_settings(settings)
     given_tokenizer(settings, tokenizer)
+    check_outputs([], files_of_texts(asdict(settings)))  # Standard output may go to one of them.
     folder = Path(settings.folder)
-    if force:
-        with _unused(folder):
+    if is_corpus(folder) and force:
+        with _replaceable(settings):
             pass  # Checked again before the corpus is replaced, because runs may begin meanwhile.
     elif is_corpus(folder):
         read_manifest(folder)  # A truncated corpus, or one of another format, is refused before the texts are read.
@@ -97,7 +108,7 @@ def _make(
             log.warning(warning)
         inputs: Origin = {**wanted, "hub_revisions": revisions}
         manifest = write_corpus(settings, tokenizer, inputs, checked, temporary, progress)
-        until_replaced.enter_context(_unused(folder))
+        until_replaced.enter_context(_replaceable(settings))
     return manifest
 
 
@@ -111,8 +122,14 @@ def in_use(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _unused(folder: Path) -> Iterator[None]:
-    """Keep runs from starting to train on a corpus; raise InputError if a run already trains on it."""
+def _replaceable(settings: CorpusSettings) -> Iterator[None]:
+    """Keep runs from starting to train on a corpus.
+
+    Raises InputError if a run already trains on it, or its folder holds anything else, or a text of the recipe.
+    """
+    folder = Path(settings.folder)
+    check_outputs([("corpus.folder", folder)], files_of_texts({**asdict(settings), "tokenizer": None}))
+    require_own(folder, CORPUS_NAMES, "name another corpus.folder")
     with ExitStack() as stack:
         with suppress(OSError):  # There is no corpus, or its file system has no locks.
             lock = stack.enter_context(FileLock(folder / MANIFEST_NAME, os.O_RDWR))

@@ -236,7 +236,8 @@ def _files_to_remove(run: Path) -> Iterator[Path]:
         with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
             entries = sorted((run / folder).iterdir())
         for entry in entries:
-            if any(fnmatchcase(entry.name, pattern) or is_temporary_file(entry, pattern) for pattern in patterns):
+            is_ours = any(fnmatchcase(entry.name, name) or is_temporary_file(entry, name) for name in patterns)
+            if is_ours and (_STEP_NAME.fullmatch(entry.name) or not entry.name.startswith("step=")):
                 yield entry
 
 

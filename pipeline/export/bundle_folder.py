@@ -7,7 +7,8 @@ from pathlib import Path
 
 from data_module.errors import InputError
 from data_module.files import naming_full_disk, replace_error, replace_folder, write_error
-from pipeline.inference.bundle_folder import PROGRAM_FILE, bundle_of
+from data_module.outputs import followed, require_own
+from pipeline.inference.bundle_folder import BUNDLE_NAMES, PROGRAM_FILE, bundle_of
 
 FILES = {
     "torchscript": PROGRAM_FILE,
@@ -35,7 +36,8 @@ def check_bundle_folder(folder: Path, force: bool) -> None:
             raise InputError(f"{folder}: is not empty and not a bundle; give another folder")
         if not force:
             raise InputError(f"{folder}: holds a bundle already; use --force to replace it")
-    if error := replace_error(folder) or (folder.exists() and write_error(folder)):
+        require_own(folder, BUNDLE_NAMES, "give another folder")
+    if error := replace_error(followed(folder)) or (folder.exists() and write_error(folder)):
         raise InputError(f"{folder}: cannot be written ({error}); give another folder")
 
 
@@ -43,8 +45,11 @@ def check_bundle_folder(folder: Path, force: bool) -> None:
 def replaced_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder that takes the place of `folder` at the end; if the block raises, `folder` stays as it is.
 
-    Raises InputError if the folder cannot be created.
+    If `folder` is a link, the folder that it leads to is replaced. All files get the rights that the umask gives.
+
+    Raises InputError if the folder cannot be created, or holds what is not of a bundle.
     """
+    folder = followed(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary_folder = tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent)
@@ -54,4 +59,7 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
         new, old = Path(name) / "new", Path(name) / "old"
         new.mkdir()
         yield new
+        for path in filter(Path.is_file, new.rglob("*")):
+            path.chmod(new.stat().st_mode & 0o666)  # safetensors makes files that only their owner can read.
+        require_own(folder, BUNDLE_NAMES, "give another folder")  # Exporting takes minutes.
         replace_folder(new, folder, old)  # `old` is removed together with the temporary folder

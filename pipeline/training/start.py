@@ -10,6 +10,7 @@ from data_module.corpus.manifest import Manifest, is_corpus, read_manifest
 from data_module.corpus.store import training_pairs
 from data_module.errors import InputError
 from data_module.files import PlainValues, read_json
+from data_module.outputs import followed
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DECAY_TO_LAST_STEP, changed_keys, with_defaults
 from pipeline.checkpointing.checkpoint import (
@@ -25,6 +26,7 @@ from pipeline.checkpointing.run_folder import (
     RunFolder,
     all_checkpoints,
     check_same_run,
+    files_of_run,
     latest_valid,
     should_reset,
 )
@@ -95,7 +97,7 @@ def plan_start(recipe: Recipe, job: JobStep | None, fresh: bool, init_from: Path
     `fresh` and `init_from` are those of `fit`.
 
     Raises InputError where the run is that of another recipe, a checkpoint in its folder is of another run or cannot be
-    resumed from, the weights do not fit, or the corpus has another vocabulary.
+    resumed from, the weights do not fit or would be removed, or the corpus has another vocabulary.
     """
     run = recipe.run_folder()
     reset = should_reset(fresh, run, job)
@@ -109,6 +111,9 @@ def plan_start(recipe: Recipe, job: JobStep | None, fresh: bool, init_from: Path
     run_id = None if reset else check_members(run, members, recipe)
     if checkpoint is None:
         initial = load_initial_weights(init_from, recipe) if init_from is not None else None
+        removed = [file.parent.resolve() / file.name for file in files_of_run(run)] if reset else []
+        if initial and followed(initial.path) in removed:
+            raise InputError(f"{initial.path}: --fresh would remove it; copy it elsewhere, or give another run.folder")
         recipe = recipe.inherit_network(initial.network) if initial else recipe
         return Plan(recipe, job, reset, None, initial, tuple(notes), run_id)
     if init_from is not None:

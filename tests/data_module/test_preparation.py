@@ -3,18 +3,20 @@ import gc
 import gzip
 import json
 import logging
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from data_module.corpus import preparation
 from data_module.corpus.builder import learn_tokenizer
 from data_module.corpus.checks import check_text
 from data_module.corpus.preparation import existing_corpus, in_use
 from data_module.corpus.store import open_corpus, training_pairs
 from data_module.errors import InputError
-from data_module.settings import CorpusSettings, TextSource
+from data_module.settings import CorpusSettings, NoiseSettings, TextSource
 from tests.conftest import another_user
 from tests.data_module.conftest import contents, dropped, made, pairs_of_text, start_preparing, text_of, write_pairs
 
@@ -260,3 +262,56 @@ def test_a_folder_that_is_not_a_corpus_is_not_changed(settings: CorpusSettings, 
         with pytest.raises(InputError, match="exists and is not a corpus; name another"):
             made(settings, force=force)
     assert before == [(path, path.stat().st_mtime_ns) for path in folder.rglob("*")]
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "mine", ".hidden", "train.source.tokens.npy.bak"])
+def test_force_keeps_what_it_has_not_made(settings: CorpusSettings, name: str) -> None:
+    folder = Path(settings.folder)
+    made(settings)
+    (folder / name).mkdir()
+    with pytest.raises(InputError, match=f"^{folder / name}: was not made by this program, and {folder} would be"):
+        made(settings, force=True)
+    assert (folder / name).exists()
+    assert text_of(settings) == pairs_of_text(400, 1)
+    made(settings)  # which changes nothing
+
+
+def test_force_keeps_the_texts(settings: CorpusSettings, tmp_path: Path) -> None:
+    made(settings)
+    text = Path(settings.folder) / "validation.source.txt"
+    target = tmp_path / "target"
+    target.write_bytes(text.read_bytes())
+    own = replace(settings, validation=[TextSource(str(text), str(target))])
+    with pytest.raises(
+        InputError, match=f"^{text}: is read by this command, and {text.parent} would be replaced; give"
+    ):
+        made(own, force=True)
+    assert text.exists()
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_what_was_put_into_a_corpus_meanwhile_is_kept(
+    settings: CorpusSettings, monkeypatch: pytest.MonkeyPatch, exists: bool
+) -> None:
+    if exists:
+        made(settings)
+    notes = Path(settings.folder) / "notes.txt"
+    notes.parent.mkdir(exist_ok=True)
+    monkeypatch.setattr(preparation, "check_text", lambda given: notes.touch() or check_text(given))
+    with pytest.raises(InputError, match="^" + re.escape(f"{notes}: was not made by this program")):
+        made(settings, force=exists)
+    assert notes.exists()
+
+
+def test_force_replaces_all_that_versions_1_made(settings: CorpusSettings) -> None:
+    """With variants, a file of 1.0.0, a tokenizer that is its own, and a manifest that lacks keys."""
+    folder = Path(settings.folder)
+    varied = replace(settings, variants=2, noise=NoiseSettings(lower_case=0.5))
+    made(varied)
+    (folder / ".runs").touch()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({"format": manifest["format"]}))
+    before = contents(folder)
+    made(replace(varied, tokenizer=str(folder)), force=True)
+    assert contents(folder).keys() == before.keys() - {".runs"}
+    assert (folder / "tokenizer.model").read_bytes() == before["tokenizer.model"]

@@ -105,3 +105,15 @@ def test_a_corpus_of_another_vocabulary_is_refused(recipe_file: Path, trained_ru
     run_here("prepare", recipe_file, *other, "--init-from", trained_run)
     assert (tmp_path / "other" / "tokenizer.model").read_bytes() == (trained_run / "tokenizer.model").read_bytes()
     assert not child.exists()
+
+
+def test_what_fresh_would_remove_is_not_begun_with(recipe_file: Path, trained_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(trained_run, tmp_path / "run"))
+    best = run / "checkpoints" / "best.ckpt"
+    start = [recipe_file, "--run.folder", run, "--fresh", "--init-from"]
+    said = f"{best}: --fresh would remove it; copy it elsewhere, or give another run.folder"
+    assert said in refusal("fit", *start, best)
+    assert said in run_here("doctor", *start, best, code=1)[0]
+    assert best.exists()
+    (run / "kept.ckpt").hardlink_to(best)
+    run_here("doctor", *start, run / "kept.ckpt")

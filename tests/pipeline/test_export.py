@@ -1,6 +1,7 @@
 """Bundles of networks of every supported shape, in miniature, and what `export` refuses."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -18,7 +19,7 @@ from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export import exported_program, onnx_model
-from pipeline.export.bundle_folder import FILES, ON_REQUEST
+from pipeline.export.bundle_folder import FILES, ON_REQUEST, replaced_folder
 from pipeline.export.bundle_writer import bundle_files, write_bundle
 from pipeline.export.card import readme
 from pipeline.export.exported_program import ExportedSearch
@@ -220,13 +221,55 @@ def test_what_export_refuses(
 
 def test_a_bundle_is_replaced_only_with_force(trained_run: Path, bundle: Path, tmp_path: Path) -> None:
     command = ["export", trained_run, shutil.copytree(bundle, tmp_path / "bundle"), "--format", "torchscript"]
-    mark = tmp_path / "bundle" / "mark"
+    mark = tmp_path / "bundle" / "compiled.pt2"  # which its README says to make
     mark.touch()
     assert "--force" in refusal(*command)
     assert mark.exists()
+    (tmp_path / "bundle" / "cpp").mkdir()
+    for name in ("translate.cpp", "translate", "search.so"):
+        (tmp_path / "bundle" / "cpp" / name).touch()
+    notes = tmp_path / "bundle" / "cpp" / "notes.txt"
+    notes.write_text("mine")
+    said = refusal(*command, "--force")
+    assert (
+        said == f"error: {notes}: was not made by this program, and {notes.parent.parent} would be replaced with all"
+        " that it holds; move it away, or give another folder"
+    )
+    notes.unlink()
+    text = tmp_path / "bundle" / "README.md"
+    assert f"{text}: is read by this command, and" in refusal(*command, "--force", "--parity-source", text)
+    link = tmp_path / "link"
+    link.symlink_to("bundle")
+    command[2] = link
     run_here(*command, "--force")
     assert not mark.exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+    assert link.readlink() == Path("bundle")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "link"]
+
+
+@pytest.mark.parametrize("mask", [0o002, 0o027, 0o077])
+def test_all_files_of_a_bundle_have_the_rights_that_the_umask_gives(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        with replaced_folder(tmp_path / "bundle") as new:
+            (new / "huggingface").mkdir()
+            for name, mode in (("card.json", 0o666), ("huggingface/model.safetensors", 0o600)):
+                (new / name).touch(mode)
+    finally:
+        os.umask(before)
+    found = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    file, folder = 0o666 & ~mask, 0o777 & ~mask
+    assert found == {"bundle": folder, "huggingface": folder, "card.json": file, "model.safetensors": file}
+
+
+def test_what_was_put_into_a_bundle_meanwhile_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "bundle").mkdir()
+    with (
+        pytest.raises(InputError, match=r"notes\.txt: was not made by this program"),
+        replaced_folder(tmp_path / "bundle"),
+    ):
+        (tmp_path / "bundle" / "notes.txt").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["bundle", "notes.txt"]
 
 
 def test_a_run_is_no_bundle_whatever_is_planted_in_it(trained_run: Path, bundle: Path, tmp_path: Path) -> None:

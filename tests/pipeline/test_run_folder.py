@@ -349,15 +349,17 @@ def test_removing_a_run_keeps_other_files(recipe: Recipe) -> None:
     (run / "checkpoints" / "around-best").mkdir(parents=True)
     (run / "tensorboard").mkdir()
     other_files = ["notes.txt", "average.txt", "results.jsonl"]
+    copies = ["checkpoints/step=00000004-good.ckpt", "checkpoints/step=.ckpt", "checkpoints/keep-this.ckpt"]
     removed = ["stopped-early.json", "metrics.jsonl", "summary.json", "starts.jsonl", "average-last-5.ckpt", ".fresh-6"]
     removed += [RUN_ID, "average-best-5.ckpt", ".average-best-2.ckpt.9.tmp", "checkpoints/step=00000004.ckpt"]
     removed += ["checkpoints/best.ckpt", "checkpoints/.best.ckpt.9.tmp", "checkpoints/around-best/step=00000002.ckpt"]
     removed += ["tensorboard/events.out.tfevents.1", "tensorboard/embeddings.tsv", "tensorboard/projector_config.pbtxt"]
-    for name in (*other_files, *removed):
+    for name in (*other_files, *copies, *removed):
         (run / name).touch()
-    kept = {".lock", "config.yaml", "tokenizer.model", "versions.json", *other_files}
+    kept = {".lock", "config.yaml", "tokenizer.model", "versions.json", "checkpoints", *other_files}
     folder.remove_run(STEP)
     assert {path.name for path in run.iterdir()} == {*kept, reset_marker(run, STEP).name}
+    assert {f"checkpoints/{path.name}" for path in (run / "checkpoints").iterdir()} == {*copies}
     assert reset_marker(run, STEP) != reset_marker(run, replace(STEP, job="8"))
     folder.remove_run(None)
     assert {path.name for path in run.iterdir()} == kept
