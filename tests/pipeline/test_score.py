@@ -290,7 +290,8 @@ def test_the_alignments_file_is_whole_where_nobody_reads_the_scores(
     command = ["score", trained_run, "--source", texts[0], "--target", texts[1], "--alignments", tmp_path / "words"]
     with os.fdopen(write_end, "w", buffering=1, encoding="utf-8") as closed:
         monkeypatch.setattr(sys, "stdout", closed)
-        assert main(list(map(str, command))) == 0
+        monkeypatch.setattr(sys, "argv", ["pipeline", *map(str, command)])
+        assert main() == 0  # as a process, whose standard streams it replaces
     assert len((tmp_path / "words").read_text().splitlines()) == len(SOURCES)
 
 
