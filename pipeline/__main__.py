@@ -23,6 +23,7 @@ from data_module.files import disk_full_error
 from pipeline.compat.metrics import leave_out_pyplot
 from pipeline.runtime.console import (
     Failure,
+    MessageFormatter,
     ReaderGone,
     drop_unread_output,
     lacking_memory,
@@ -125,7 +126,9 @@ def main(arguments: list[str] | None = None) -> int:
         for name, purpose in COMMANDS.items():
             print(f"  {name:10} {purpose}")
         return 0
-    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(MessageFormatter("%(message)s"))
+    logging.basicConfig(handlers=[handler])
     logging.getLogger("data_module").setLevel(logging.INFO)
     threading.excepthook = _report_thread_error
     known = None

@@ -1,7 +1,6 @@
 """The Python API: load a trained model and use it, or train one. `import pipeline` gives these names."""
 
 import inspect
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data_module.errors import InputError
+from data_module.errors import InputError, printable
 from data_module.files import PlainValues, user_path
 from data_module.text_files import progress_bar
 from model.attention_maps import attention_maps
@@ -30,7 +29,7 @@ from pipeline.inference.scoring import score_targets
 from pipeline.inference.text_io import Defects, SentenceWarnings
 from pipeline.inference.translator import Hypothesis, Translator
 from pipeline.runtime import signals
-from pipeline.runtime.console import lightning_noise_restored, user_message
+from pipeline.runtime.console import lightning_noise_restored, report, user_message
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -351,7 +350,7 @@ class Model:
         while frame is not None and frame.f_code.co_filename == __file__:
             level, frame = level + 1, frame.f_back
         for text in found.texts("sentence"):
-            warnings.warn(text, stacklevel=level)
+            warnings.warn(printable(text), stacklevel=level)
 
 
 def _check_sample(sample: Sampling) -> None:
@@ -409,7 +408,7 @@ def train(recipe: Mapping[str, object]) -> Path:
         except signals.Stopped as stop:
             if signals.first_signal() is not None:
                 raise KeyboardInterrupt(str(stop)) from None
-            print(stop, file=sys.stderr)
+            report(stop)
         except SystemExit:  # by Lightning, on a KeyboardInterrupt
             raise KeyboardInterrupt from None
     return checked.run_folder()

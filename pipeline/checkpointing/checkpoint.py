@@ -4,7 +4,6 @@ A checkpoint needs no other file: its key `translation` holds the network's sett
 plain values and tensors, so that it loads with `weights_only`. `resume_point.py` reads what a run resumes with.
 """
 
-import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Collection, Iterable
@@ -33,6 +32,7 @@ from pipeline.checkpointing.run_folder import (
     stored_run_id,
 )
 from pipeline.config.recipe import Recipe, stored_settings
+from pipeline.runtime.console import report
 
 PREFIX = "network."
 """Prefix of the names of weights in a checkpoint, which are those of `TranslationModule`."""
@@ -172,10 +172,9 @@ def resolve_checkpoint(path: Path) -> Path:
     if chosen is None:
         raise InputError(f"{path}: holds no checkpoint; give a .ckpt file or a run folder that fit has written")
     if newest and outdated:
-        print(
+        report(
             f"{outdated.name} is of step {made[outdated]} and the run is at step {step_of(newest)}, so "
-            f"{chosen.name} is used; to use an average, run {PROGRAM} average again",
-            file=sys.stderr,
+            f"{chosen.name} is used; to use an average, run {PROGRAM} average again"
         )
     return chosen
 

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import sys
 import time
 import zipfile
 from collections.abc import Iterable, Iterator
@@ -39,6 +38,7 @@ from model.settings import DECAY_TO_LAST_STEP, changed_keys
 from pipeline.config.recipe import Recipe, stored_settings
 from pipeline.config.recipe_files import INVALID_SCALAR, MOST_BYTES, compose
 from pipeline.config.settings import RunSettings
+from pipeline.runtime.console import report
 from pipeline.runtime.launch import JobStep, versions
 from pipeline.runtime.signals import Stopped, raise_if_stopped
 
@@ -289,7 +289,7 @@ class RunFolder:
                     raise in_use_error(path)
                 if not reported:
                     reported = True
-                    print(f"{path}: another fit is writing to it; waiting {patience_seconds:.0f} s", file=sys.stderr)
+                    report(f"{path}: another fit is writing to it; waiting {patience_seconds:.0f} s")
                 raise_if_stopped("while another fit was writing")
                 time.sleep(0.5)
         except BaseException as error:

@@ -1,6 +1,5 @@
 """What `average` does: it chooses checkpoints of a run and writes the mean of their weights."""
 
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from pipeline.checkpointing.run_folder import (
 )
 from pipeline.config.settings import validation_tag
 from pipeline.inference.metrics import mode_of, title_and_score
+from pipeline.runtime.console import report
 
 
 def write_average(run: Path, option: str, count: int, output: Path) -> None:
@@ -39,7 +39,7 @@ def write_average(run: Path, option: str, count: int, output: Path) -> None:
         require_enough(run, "--last", count, len(paths))
         averaged = average(paths[-count:])
     write_atomic(averaged, output)
-    print(f"averaged {', '.join(averaged['averaged'])}", file=sys.stderr)
+    report(f"averaged {', '.join(averaged['averaged'])}")
 
 
 def is_average(path: Path) -> bool:
@@ -55,7 +55,7 @@ def average_best(run: Path, count: int) -> PlainValues:
     require_enough(run, "--best", count, len(saved))
     metric = best_by(run)
     step, score = best_validation(run, metric)
-    print(f"best validation: step {step}: {title_and_score(metric, score)}", file=sys.stderr)
+    report(f"best validation: step {step}: {title_and_score(metric, score)}")
     chosen = {saved[near]: near for near in nearest_steps(saved, step, count)}
     selection = {
         "option": f"--best {count}",

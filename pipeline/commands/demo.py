@@ -18,6 +18,7 @@ from typing import NamedTuple
 from data_module.errors import PROGRAM, SCRIPTS
 from data_module.files import user_path
 from pipeline.config.recipe_files import shipped_recipes
+from pipeline.runtime.console import report
 from pipeline.runtime.signals import INTERRUPTED
 
 CONFIG = Path("configs/demo.yaml")
@@ -68,7 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
 def run_stage(name: str, command: Sequence[object], text: str | None = None) -> Stage:
     """Run `python COMMAND`, with `text` as its standard input; exit if it fails or is interrupted."""
     words = [str(word) for word in command]
-    print(f"\n$ python {shlex.join(words)}", file=sys.stderr, flush=True)
+    report("")
+    report(f"$ python {shlex.join(words)}")
     start = time.monotonic()
     with _ignore_keyboard_interrupt():
         ended = subprocess.run(
@@ -77,7 +79,7 @@ def run_stage(name: str, command: Sequence[object], text: str | None = None) -> 
     if ended.returncode:
         interrupted = ended.returncode in (INTERRUPTED, -signal.SIGINT)
         hint = "run the demo again to continue" if interrupted else "fix the error, then run the demo again"
-        print(f"the demo stopped at '{name}'; {hint}", file=sys.stderr)
+        report(f"the demo stopped at '{name}'; {hint}")
         sys.exit(INTERRUPTED if interrupted else ended.returncode)
     return Stage(time.monotonic() - start, ended.stdout)
 

@@ -2,7 +2,6 @@
 
 import argparse
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -19,6 +18,7 @@ from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from pipeline.config.recipe_files import RecipeLoader, extended, merge, plain_copy, read_extended
 from pipeline.config.schema import Checker, annotation, place_in
 from pipeline.config.settings import RESERVED_KEYS, TRAINER_KEYS, MonitoringSettings, RunSettings
+from pipeline.runtime.console import report
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def _without_old_keys(values: PlainValues, places: Mapping[str, str], warns: boo
 
 @cache
 def _warn_once(message: str) -> None:
-    print(message, file=sys.stderr)
+    report(message)
 
 
 _REGISTRY_KEYS = {

@@ -1,7 +1,6 @@
 """Writes bundles: folders with a model in several formats, a card, a parity report and a README."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from pipeline.export.card import example_sentence, make_card, readme
 from pipeline.export.formats import FORMATS, Bundle
 from pipeline.export.parity import Parity, Text, compare_formats, parity_text
 from pipeline.inference.options import BY_RECIPE, SearchOptions
+from pipeline.runtime.console import report
 
 
 def export(
@@ -32,7 +32,7 @@ def export(
     their references, None for the validation text's.
     """
     path = resolve_checkpoint(checkpoint)
-    print(f"exporting {path}", file=sys.stderr)
+    report(f"exporting {path}")
     model = load_model(path)
     model = replace(model, decoding=options.in_place_of(model.decoding))
     names = bundle_files(model, formats, quantize)
@@ -65,7 +65,7 @@ def bundle_files(model: TrainedModel, formats: list[str] | None, quantize: str |
         except InputError as error:
             if formats:
                 raise
-            print(f"without {name}: {error}", file=sys.stderr)
+            report(f"without {name}: {error}")
     return names
 
 
@@ -77,7 +77,7 @@ def write_bundle(
     Raises InputError if a format's translations differ from the checkpoint's.
     """
     tokenizer = model.tokenizer
-    print(f"comparing on {len(text.sources)} sentences ({text.name})", file=sys.stderr)
+    report(f"comparing on {len(text.sources)} sentences ({text.name})")
     parity = Parity(model, text)
     about = {"text": text.name, "sentences": len(parity.sources)}
     scores = {name: value for name, value in parity.figures.items() if name.startswith(parity.metric)}
@@ -87,16 +87,16 @@ def write_bundle(
     card_text = json.dumps(card, indent=2, ensure_ascii=False) + "\n"
     bundle = Bundle(model, folder, card_text, penalty, n_best)
     for name in names:
-        print(f"writing {name}", file=sys.stderr)
+        report(f"writing {name}")
         FORMATS[name].write(bundle, folder / name)
     tokenizer.save(folder / TOKENIZER_NAME)
     if tokenizer.pair:
         (folder / "source.spm").write_bytes(tokenizer.pair[0])
     (folder / "card.json").write_text(card_text, encoding="utf-8")
     bounds = {"tie": 2 * parity.tolerance, "score_difference": parity.tolerance}
-    report = {**about, "threads": torch.get_num_threads(), "bounds": bounds, "checkpoint": parity.figures}
-    report |= compare_formats(bundle, names, parity)
-    (folder / "parity.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    figures = {**about, "threads": torch.get_num_threads(), "bounds": bounds, "checkpoint": parity.figures}
+    figures |= compare_formats(bundle, names, parity)
+    (folder / "parity.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     example = [*tokenizer.encode([example_sentence(model.recipe)])[0].tolist(), tokenizer.eos_id]
     page = readme(names, card, example, tokenizer.pair is not None)
     (folder / "README.md").write_text(page, encoding="utf-8")

@@ -9,7 +9,6 @@ differ by at most twice the tolerance. The beam searches of other programs, and 
 import copy
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
@@ -33,6 +32,7 @@ from pipeline.inference.pieces import encode_sources
 from pipeline.inference.scoring import score_pairs
 from pipeline.inference.text_io import paired_texts
 from pipeline.inference.translator import BATCH_TOKENS, LONGEST, length_batches
+from pipeline.runtime.console import report
 
 WARM_UP = 5
 """Number of sentences that are searched twice before the time is measured: TorchScript optimizes at the second call."""
@@ -261,18 +261,18 @@ def compare_formats(bundle: Bundle, names: list[str], parity: Parity) -> dict[st
 
     Raises InputError if formats exceed bounds.
     """
-    report: dict[str, PlainValues] = {}
+    compared: dict[str, PlainValues] = {}
     failures: list[str] = []
     answers = [best.tokens[:-1] for [best] in parity.greedy]
     for name in names:
-        print(f"comparing {name}", file=sys.stderr)
+        report(f"comparing {name}")
         kind, path = FORMATS[name], bundle.folder / name
         files = path.rglob("*") if path.is_dir() else [path]
-        report[name] = {"size_bytes": sum(file.stat().st_size for file in files)}
+        compared[name] = {"size_bytes": sum(file.stat().st_size for file in files)}
         for precision in kind.precisions:
             search = kind.load(bundle, path, precision)
             figures = parity.compare(kind, search, bundle.n_best, bounded=precision == "float32")
-            report[name][precision] = figures
+            compared[name][precision] = figures
             failures += [f"{name} ({precision}): {message}" for message in parity.exceeded(figures)]
         messages = kind.check(path, parity.tokenizer, parity.texts, parity.sources, answers)
         failures += [f"{name}: {message}" for message in messages]
@@ -281,4 +281,4 @@ def compare_formats(bundle: Bundle, names: list[str], parity: Parity) -> dict[st
             f"{bundle.model.path}: formats differ from the checkpoint: {'; '.join(failures)}; nothing was written; "
             "leave such a format out with --format"
         )
-    return report
+    return compared

@@ -1,13 +1,13 @@
 """BLEU's tokenizer: named by the recipe, or chosen by the target language."""
 
 import re
-import sys
 from collections.abc import Iterable
 from importlib import import_module
 from typing import NamedTuple
 
 from data_module.errors import InputError, install
 from data_module.files import PlainValues
+from pipeline.runtime.console import report
 
 DEFAULT = "13a"
 """sacreBLEU's default, for languages that put spaces between words."""
@@ -65,7 +65,7 @@ def tokenizer_of(recipe: PlainValues) -> str:
     """Return BLEU's tokenizer by the recipe of a checkpoint, and print the note; see `choose_tokenizer`."""
     tokenizer, note = choose_tokenizer(recipe["run"]["bleu_tokenizer"], recipe["corpus"]["target_language"])
     if note:
-        print(note, file=sys.stderr)
+        report(note)
     return tokenizer
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +25,7 @@ from pipeline.inference.loading import load_translator
 from pipeline.inference.options import SearchOptions
 from pipeline.inference.text_io import SentenceWarnings, require_as_many
 from pipeline.inference.translator import Translator
+from pipeline.runtime.console import report
 
 TOKENIZED_LINES = 100
 """Number of translations that must look tokenized for a warning, as in sacreBLEU."""
@@ -91,9 +91,9 @@ def evaluate(
     scored = Scored(names, translated, text.references, scores, *settings_of_scores)
     hypotheses = translated[0]
     for message in metrics.reference_warnings(text.references[0], hypotheses):
-        print(f"{text.name}: its lines {message}", file=sys.stderr)
+        report(f"{text.name}: its lines {message}")
     if sum(line.endswith(" .") for line in hypotheses) >= TOKENIZED_LINES and not metrics.are_characters(hypotheses):
-        print("the translations look tokenized: train on detokenized text for comparable scores", file=sys.stderr)
+        report("the translations look tokenized: train on detokenized text for comparable scores")
     if arguments.output:
         with output_file(arguments.output) as file:
             file.write("".join(line + "\n" for line in hypotheses).encode())
@@ -130,7 +130,7 @@ def translations(translator: Translator, text: EvaluationText, options: SearchOp
     """Return the translations of a text, and print warnings about its sentences."""
     prefixes = translator.prefixes
     if unknown := [one for one in dict.fromkeys(text.prefixes) if one is not None and one not in prefixes.symbols]:
-        print(f"{translator.name}: sources are without {' '.join(unknown)}, which it does not know", file=sys.stderr)
+        report(f"{translator.name}: sources are without {' '.join(unknown)}, which it does not know")
     sources = text.sources_for(prefixes)
     with progress_bar("translating", len(sources)) as bar:
         answers = translator.translate(sources, options, finished=bar.update)
@@ -156,10 +156,10 @@ def score_settings(
             raise InputError(f"--paper: is for one reference, and {text.name} has several; omit it")
     tokenizer = tokenizer_of(translator.recipe)
     if warning := spacing_warning(text.references[0], tokenizer):
-        print(f"{text.name}: its lines {warning}", file=sys.stderr)
+        report(f"{text.name}: its lines {warning}")
     requested = list(dict.fromkeys([*translator.recipe["run"]["metrics"], *arguments.metric]))
     if text.references[1:] and (single := metrics.of_one_reference(requested)):
-        print(f"{text.name}: without {', '.join(single)}, made for one reference of a sentence", file=sys.stderr)
+        report(f"{text.name}: without {', '.join(single)}, made for one reference of a sentence")
     return tokenizer, requested, language if arguments.paper else None
 
 

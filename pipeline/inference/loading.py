@@ -1,6 +1,5 @@
 """Loads a `Translator` from the path of a checkpoint, a run folder or a bundle to a device."""
 
-import sys
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ from pipeline.config.recipe import Recipe, stored_settings
 from pipeline.inference.bundle_folder import CARD_FILE, PROGRAM_FILE, START_OVER, bundle_of, parse_card
 from pipeline.inference.translator import Translator
 from pipeline.runtime.backend import choose_search
+from pipeline.runtime.console import report
 from pipeline.runtime.memory import limit_onednn_cache
 
 
@@ -61,7 +61,7 @@ def chosen_file(path: Path) -> Path:
     file = resolve_checkpoint(path) if bundle is None else bundle / PROGRAM_FILE
     if not file.is_file():
         raise InputError(f"{bundle}: has no {file.name}, which translates; {START_OVER} with --format torchscript")
-    print(f"using {file}", file=sys.stderr)
+    report(f"using {file}")
     return file
 
 

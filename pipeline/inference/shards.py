@@ -8,7 +8,6 @@ shards complete joins them. Until then they are in a folder beside the output, w
 import glob
 import json
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -23,6 +22,7 @@ from data_module.files import FileLock, PlainValues, atomic_file, read_json, rem
 from data_module.outputs import followed
 from data_module.text_files import num_lines, open_file
 from pipeline.inference.text_io import CHUNK, sentences
+from pipeline.runtime.console import report
 from pipeline.runtime.launch import clear_failure_count
 
 MANIFEST = "manifest.json"
@@ -143,7 +143,7 @@ class Shards:
         """Print one line about all shards, unless another process of the same command does so."""
         if self._number == 0:
             name = "" if self._task.is_private else f"{self._output}: "
-            print(f"{name}{message}", file=sys.stderr)
+            report(f"{name}{message}")
 
     def write(self, number: int, text: str) -> None:
         """Add the translations of a line, each with a line feed; after the last line of a shard, write the shard."""

@@ -21,7 +21,7 @@ from pipeline.inference.processes import choose_devices, run_on_devices
 from pipeline.inference.shards import Shards, Task
 from pipeline.inference.text_io import CHUNK, SentenceWarnings, count_lines, require_target_prefixes, sentences
 from pipeline.inference.translator import Translator
-from pipeline.runtime.console import Failure
+from pipeline.runtime.console import Failure, report
 
 _NOT_IN_TRANSLATIONS = {"checkpoint", "source", "output", "shard_lines", "devices", "overrides", "target_prefixes"} | {
     "interactive"
@@ -95,7 +95,7 @@ def _print_shards(
         if arguments.target_prefixes:
             require_target_prefixes(arguments.target_prefixes, count_lines(source), "the text")
         size = 3 * source.stat().st_size / 1e6  # with its translations, in shards and joined
-        print(f"{folder}: takes about {size:,.1f} MB until all translations are done", file=sys.stderr)
+        report(f"{folder}: takes about {size:,.1f} MB until all translations are done")
         task = replace(_task(arguments), source=source, output=output, shard_lines=CHUNK, is_private=True)
         run_on_devices(partial(_translate_shards, arguments, options, task), devices)
         with output.open("rb") as translations:

@@ -5,7 +5,6 @@ with plain PyTorch here before they are used.
 """
 
 import ctypes
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ from model.packed_attention import FLASH_ATTENTION, PLAIN_ATTENTION
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 from pipeline.runtime.compiled_code import Program, load_program, missing_compiler
+from pipeline.runtime.console import report
 from pipeline.runtime.devices import TrainerOptions, device_indices
 from pipeline.runtime.launch import local_rank
 from pipeline.runtime.memory import limit_onednn_cache
@@ -140,7 +140,7 @@ def choose_search(
         reason = f"it lacks {lacking}"
     except OSError as error:
         reason = str(error)
-    print(f"translating without the compiled search, which is slower: {reason}", file=sys.stderr)
+    report(f"translating without the compiled search, which is slower: {reason}")
     limit_onednn_cache()
     if packed_linear.can_pack(network):
         packed_linear.pack_linears(network)

@@ -10,7 +10,6 @@ import platform
 import shlex
 import shutil
 import subprocess
-import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from data_module.errors import InputError
 from data_module.files import FileLock, atomic_file, open_in_place, private_folder
 from data_module.worker_processes import signals_blocked
 from pipeline.compat.pytorch import default_compiler_cache, start_compile_workers
-from pipeline.runtime.console import say
+from pipeline.runtime.console import report, say
 
 Loaded = TypeVar("Loaded")
 
@@ -147,7 +146,7 @@ def build(compiler: list[str], source: Path, made: Path) -> None:
 
 def _compile(compiler: list[str], program: Program[Loaded], path: Path) -> None:
     """Compile a program to `path`; raise OSError as `load_program` does."""
-    print(f"compiling the {program.name} for this processor, once", file=sys.stderr)
+    report(f"compiling the {program.name} for this processor, once")
     prefix = f".{program.name}{_COMPILING}"
     for left in path.parent.glob(f"{prefix}*"):  # Left by killed processes; no other process compiles now.
         shutil.rmtree(left, ignore_errors=True)  # A folder that stays does no harm.

@@ -114,11 +114,22 @@ def discard_output(descriptor: int) -> None:
 
 
 def report(line: object) -> None:
-    """Print the last line of a command on standard error, which may be a file on a full disk."""
+    """Print one line on standard error, which may be a closed terminal or a file on a full disk.
+
+    Every message goes through this function, `say` or `print_above_bars`: names of files may hold control characters.
+    """
     try:
         print(printable(str(line)), file=sys.stderr, flush=True)
     except OSError:  # The exit code still says how the command ended.
         discard_output(sys.stderr.fileno())
+
+
+class MessageFormatter(logging.Formatter):
+    """Formats the message of a log as `report` prints one."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the message without control characters."""
+        return printable(super().formatMessage(record))
 
 
 def say(message: str) -> None:

@@ -10,7 +10,6 @@ If a rank fails, the errors of all other ranks name it and its node.
 
 import os
 import signal
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -26,7 +25,7 @@ from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO, checkpoint_
 from pipeline.compat.lightning import run_validation
 from pipeline.compat.pytorch import default_store
 from pipeline.runtime import signals
-from pipeline.runtime.console import RendezvousError
+from pipeline.runtime.console import RendezvousError, print_above_bars
 from pipeline.runtime.launch import clear_failure_count, node_name
 from pipeline.runtime.rank_messages import plain, post, read, silent_ranks, value_of_each_rank
 from pipeline.runtime.signals import Stopped
@@ -253,7 +252,7 @@ class GracefulStop(Callback):
                 return
             message = report.describe(error)
             with suppress(OSError):  # Standard error may be closed.
-                print(f"[rank{dist.get_rank()}]: step {trainer.global_step}: {message}", file=sys.stderr, flush=True)
+                print_above_bars(f"[rank{dist.get_rank()}]: step {trainer.global_step}: {message}")
             if self._has_ended.wait(MARGIN_SECONDS):  # PyTorch writes NCCL's flight recorder meanwhile
                 return
             if trainer.strategy.launcher is not None:

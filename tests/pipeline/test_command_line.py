@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,6 +17,7 @@ from data_module.errors import InputError
 from pipeline import load
 from pipeline.__main__ import main, parse
 from pipeline.inference import text_scoring
+from pipeline.inference.loading import chosen_file
 from pipeline.runtime.console import report, say, user_message
 from pipeline.training.doctor import print_results
 from pipeline.training.recipe_checks import CheckResult
@@ -85,6 +87,18 @@ def test_control_characters_are_printed_escaped(capsys: pytest.CaptureFixture[st
     assert reported == "\\x1b[2J: no such file"
     assert first == "a \\x1b[31mred\\x1b[0m name\\x07, of two\\nlines"
     assert last.startswith("error: \\x1b[2J: ")
+
+
+def test_names_of_files_are_printed_escaped(
+    trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever made a run folder has named them."""
+    shutil.copy(trained_run / "checkpoints" / "best.ckpt", tmp_path / "average\x1b[2J.ckpt")
+    chosen_file(tmp_path)
+    monkeypatch.setattr(logging.root, "handlers", [])
+    assert main(["recipe", "list"]) == 0
+    logging.getLogger("data_module.corpus").warning("%s: is new", "a\x1b[2J\nb")
+    assert capsys.readouterr().err == f"using {tmp_path}/average\\x1b[2J.ckpt\na\\x1b[2J\\nb: is new\n"
 
 
 def test_a_full_standard_stream_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
