@@ -15,6 +15,8 @@ done
 unset "${foreign[@]}" "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}" "${!SLURM_STEP@}" "${!SLURM_PTY@}" SLURM_EXACT \
     SLURM_EXCLUSIVE SLURM_NTASKS SLURM_NPROCS SRUN_CPUS_PER_TASK SRUN_DEBUG SLURM_GPUS_ON_NODE \
     RESTARTS_IN_JOB
+# After `sbatch --export=NONE`, srun would hand none of the variables that are set below on to the tasks.
+unset SLURM_EXPORT_ENV SRUN_EXPORT_ENV
 
 # ---- Edit this section for your cluster ----------------------------------------------------------------------------
 # module load python/3.11 cuda/13.0

@@ -21,6 +21,7 @@ while [[ $# -gt 0 && $1 != pipeline ]]; do [[ $1 != --nodelist=$SILENT ]] || exi
 [[ $# -gt 0 ]] || exit 0
 shift
 env >"$NOTES/environment"
+echo "$RANKS_TOKEN" >>"$NOTES/tokens"
 echo "$@"
 next=$(head -n 1 "$NOTES/$1" 2>/dev/null)
 sed -i 1d "$NOTES/$1" 2>/dev/null
@@ -70,6 +71,8 @@ class Ended(NamedTuple):
     """The count of failures that the next start of the job finds; None if there is none."""
     steps: list[str]
     """The arguments of each srun."""
+    tokens: list[str]
+    """RANKS_TOKEN of each command of the pipeline."""
     environment: dict[str, str]
     """That of the last command of the pipeline."""
 
@@ -93,7 +96,7 @@ def job(
     shutil.copytree(ROOT / "slurm", folder / "slurm")
     for name, code in {"srun": SRUN, "squeue": SQUEUE, "scontrol": SCONTROL, "scancel": SCANCEL}.items():
         write_program(programs / name, code)
-    for name in ("steps", "environment", "scontrol"):
+    for name in ("steps", "environment", "tokens", "scontrol"):
         (notes / name).touch()
     for command, lines in outcomes.items():
         (notes / command).write_text("".join(f"{line}\n" for line in lines))
@@ -112,6 +115,7 @@ def job(
         (notes / "scontrol").read_text().strip(),
         failures.read_text().strip() if failures.exists() else None,
         (notes / "steps").read_text().splitlines(),
+        (notes / "tokens").read_text().splitlines(),
         dict(line.split("=", 1) for line in (notes / "environment").read_text().splitlines() if "=" in line),
     )
 
@@ -170,11 +174,14 @@ def test_what_becomes_of_a_training_job(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "one.yaml").write_text("precious")
-    done = job(tmp_path, "train", "one.yaml --fresh", outcomes, environment)
+    done = job(tmp_path, "train", "one.yaml --fresh", outcomes, {"RANKS_TOKEN": "the shell's", **environment})
     assert (tmp_path / "one.yaml").read_text() == "precious"
     assert done.output.splitlines() == [f"{one} --config one.yaml --fresh" for one in commands.split()], done.log
     assert (done.code, done.requeued, done.failures) == (code, "requeue 7" if requeued else "", failures), done.log
     assert not (tmp_path / "ran").exists()
+    # Each step has a secret of its own: ranks of two steps, or of another start, must not take one another for theirs.
+    assert len(set(done.tokens)) == len(done.tokens) == len(commands.split())
+    assert all(re.fullmatch("[0-9a-f]{64}", token) for token in done.tokens)
     # `fit` ignores --fresh in a start that is not the job's first.
     assert done.environment.get("RESTARTS_IN_JOB", "0") == str(len(commands.split()) - (2 if "fit" in commands else 1))
 
@@ -264,6 +271,8 @@ SESSION = {
     "SLURM_THREADS_PER_CORE": "1",
     "SLURM_HINT": "nomultithread",
     "SLURM_DISTRIBUTION": "cyclic",
+    "SLURM_EXPORT_ENV": "NONE",
+    "SRUN_EXPORT_ENV": "NONE",
     "RESTARTS_IN_JOB": "2",
 }
 """What `srun --ntasks=8 --cpu-bind=... --pty bash` leaves to `sbatch`, and a job of ours to what it starts."""
@@ -274,12 +283,13 @@ RESOURCES = {"SLURM_GPUS": "3", "SLURM_GPU_BIND": "single:1", "SLURM_MEM_PER_CPU
 @pytest.mark.parametrize(("script", "words", "num_tasks"), [("train", "one.yaml", 2), ("evaluate", "runs/a", 1)])
 def test_a_job_does_not_inherit_a_session(script: str, words: str, num_tasks: int, tmp_path: Path) -> None:
     own = {"SLURM_NTASKS_PER_NODE": str(8 if num_tasks == 1 else num_tasks), "SRUN_CPUS_PER_TASK": "1"}
+    own |= {"OMP_NUM_THREADS": ""}
     done = job(tmp_path, script, words, environment=SESSION | RESOURCES | own)
     assert done.code == 0, done.log
     assert not done.environment.keys() & (SESSION.keys() | RESOURCES.keys()), done.environment
     assert done.steps[-1].startswith(f"--ntasks={num_tasks} ")
     assert done.environment["SLURM_NTASKS_PER_NODE"] == str(num_tasks)
-    assert done.environment["SRUN_CPUS_PER_TASK"] == JOB["SLURM_CPUS_PER_TASK"]
+    assert done.environment["SRUN_CPUS_PER_TASK"] == done.environment["OMP_NUM_THREADS"] == JOB["SLURM_CPUS_PER_TASK"]
     [line] = [line for line in done.log.splitlines() if "not used" in line]
     assert set(re.findall("SLURM_\\w+", line)) == {
         "SLURM_HINT",
@@ -411,7 +421,8 @@ def submit(folder: Path, paths: Sequence[str], *words: str, **environment: str) 
     """Run submit.sh for a recipe with these paths; return what it prints, what it says, and the jobs' arguments."""
     shutil.copytree(ROOT / "slurm", folder / "slurm")
     write_program(folder / "python", "printf '%s\\n' " + " ".join(f"'{path}'" for path in paths))
-    write_program(folder / "sbatch", f"[[ $* != *$FAILS* ]] || exit 1; printf '<%s>' \"$@\" >>{folder}/jobs; echo 7")
+    number = "echo >>numbers; echo $((6 + $(wc -l <numbers)))"
+    write_program(folder / "sbatch", f"[[ $* != *$FAILS* ]] || exit 1; printf '<%s>' \"$@\" >>{folder}/jobs; {number}")
     write_program(folder / "scancel", f"printf '<scancel %s>' \"$@\" >>{folder}/jobs")
     own = {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": f"{folder}/python", "FAILS": "none", **environment}
     command = ["bash", "slurm/submit.sh", "one.yaml", *words]
@@ -429,7 +440,8 @@ def submit(folder: Path, paths: Sequence[str], *words: str, **environment: str) 
 def test_the_last_jobs_get_the_recipes_paths(paths: list[str], tmp_path: Path) -> None:
     """`recipe paths` names a text only if the recipe has no test text."""
     output, _, jobs = submit(tmp_path, paths, "--run.seed", "2")
-    assert output == "prepare 7\ntrain 7\nevaluate 7\nexport 7\n"
+    assert output == "prepare 7\ntrain 8\nevaluate 9\nexport 10\n"
+    assert re.findall("afterok:([0-9]+)", jobs) == ["7", "8", "9"]
     assert jobs.count("<one.yaml><--run.seed><2>") == 2
     given = [f"<./{path}>" if path.startswith("-") else f"<{path}>" for path in paths]
     assert f"<slurm/evaluate.sbatch>{''.join(given)}<--parsable>" in jobs
@@ -437,6 +449,7 @@ def test_the_last_jobs_get_the_recipes_paths(paths: list[str], tmp_path: Path) -
 
 
 def test_a_chain_without_a_job_is_cancelled(tmp_path: Path) -> None:
+    """By its first job, on which all others depend."""
     _, said, jobs = submit(tmp_path, ["runs/a"], FAILS="slurm/evaluate.sbatch")
     assert jobs.endswith("<slurm/train.sbatch><one.yaml><scancel 7>")
     assert "sbatch rejected the evaluate job" in said
@@ -447,6 +460,6 @@ def test_a_chain_is_submitted_from_a_session_in_another_folder(tmp_path: Path) -
     (tmp_path / ".mistake-3").touch()
     session = {"SLURM_SUBMIT_DIR": str(tmp_path / "other"), "SLURM_JOB_ID": "3", "first": "3", "previous": "3"}
     output, _, jobs = submit(tmp_path, ["runs/a"], PYTHON="./python", **session)
-    assert output.endswith("export 7\n")
+    assert output.endswith("export 10\n")
     assert "afterok:3" not in jobs
     assert (tmp_path / ".mistake-3").exists()
