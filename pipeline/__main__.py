@@ -32,7 +32,7 @@ from pipeline.runtime.console import (
     use_utf8,
     user_message,
 )
-from pipeline.runtime.launch import report_mistake_to_script
+from pipeline.runtime.launch import forget_place, report_mistake_to_script
 
 COMMANDS = {
     "prepare": "raw parallel text -> corpus folder",
@@ -132,6 +132,8 @@ def main(arguments: list[str] | None = None) -> int:
     logging.getLogger("data_module").setLevel(logging.INFO)
     threading.excepthook = _report_thread_error
     known = None
+    if arguments[0] not in ("fit", "doctor"):
+        forget_place()
     try:
         module, known = parse(arguments[0], arguments[1:])
         code = int(module.run(known) or 0)

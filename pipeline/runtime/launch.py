@@ -10,7 +10,7 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -32,6 +32,11 @@ FAILURES_FILE = "FAILURES_FILE"
 
 RESTARTS_IN_JOB = "RESTARTS_IN_JOB"
 """Environment variable: how often the job script has started the step again since SLURM last started the job."""
+
+_RANK = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+"""Environment variables: Lightning takes the first that is set for this process's rank when it is imported."""
+_PLACE = (*_RANK, "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+"""Environment variables that say which rank of how many this process is."""
 
 LOOPBACK = "127.0.0.1"
 """Address to which only processes of this machine can connect."""
@@ -77,8 +82,12 @@ def current_step(environment: Mapping[str, str] = os.environ) -> JobStep | None:
 
     A single process was started without srun, or in the terminal of `srun --pty`.
 
-    Raises InputError if several tasks were not started by srun, or not the same number on each node.
+    Raises InputError if several tasks were not started by srun, or not the same number on each node, or if a variable
+    gives this process another rank than the step does, or none.
     """
+    variable = rank_variable(environment)
+    if variable and not environment[variable].isdigit():  # Lightning could not be imported.
+        raise InputError(f"{variable} '{environment[variable]}' is no rank; unset {variable}")
     tasks = int(environment.get("SLURM_NTASKS", 1)) if _in_job(environment) else 1
     if tasks > 1 and _in_terminal(environment):
         raise InputError(
@@ -93,7 +102,7 @@ def current_step(environment: Mapping[str, str] = os.environ) -> JobStep | None:
     if len(set(counts)) > 1:
         hint = "give every node the same number with --ntasks-per-node"
         raise InputError(f"the step has {counts} tasks on its nodes; {hint}")
-    return JobStep(
+    step = JobStep(
         job=environment["SLURM_JOB_ID"],
         rank=int(environment["SLURM_PROCID"]),
         local_rank=int(environment["SLURM_LOCALID"]),
@@ -104,6 +113,51 @@ def current_step(environment: Mapping[str, str] = os.environ) -> JobStep | None:
         node=int(environment.get("SLURM_NODEID", 0)),
         step=environment["SLURM_STEP_ID"],
     )
+    # Nothing reads WORLD_SIZE in a step.
+    check_place({variable: step.rank, "LOCAL_RANK": step.local_rank}, step.rank, step.num_tasks, environment)
+    return step
+
+
+def rank_variable(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the variable from which Lightning takes this process's rank; empty if none is set, or only to -1."""
+    return next((name for name in _RANK if environment.get(name, "-1") != "-1"), "")
+
+
+def check_place(
+    place: Mapping[str, int | None], rank: int, size: int, environment: Mapping[str, str] = os.environ
+) -> None:
+    """Check that no variable, such as one that is left over, gives this process another place among ranks than it has.
+
+    Such a process would train alone, and print and write nothing: only rank 0 does.
+
+    Args:
+        place: what variables have to be if they are set to another number than -1; None if they must not be set.
+        rank: of this process, for the message.
+        size: number of ranks, for the message.
+        environment: the variables.
+
+    Raises InputError if a variable is something else.
+    """
+    for name, expected in place.items():
+        given = environment.get(name, "-1")
+        if expected == -1 if given == "-1" else given != str(expected):
+            found = " ".join(other for other in _placing(environment) if other in environment)
+            raise InputError(
+                f"{name} is {given}, but this process would be rank {rank} of {size}: unset {found}, or start ranks by"
+                " one of trainer.devices, torchrun and srun"
+            )
+
+
+def forget_place(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Remove the variables that say which rank this process is, in a command of one process, which may start ranks."""
+    for name in _placing(environment):
+        environment.pop(name, None)
+
+
+def _placing(environment: Mapping[str, str]) -> list[str]:
+    """Return the variables that say which rank this process is, except those of its job step."""
+    torchruns = [name for name in environment if name.startswith("TORCHELASTIC_")]
+    return [name for name in (*_PLACE, *torchruns) if name != "SLURM_PROCID" or not is_task(environment)]
 
 
 def main_address(num_nodes: int, environment: Mapping[str, str] = os.environ) -> str:
@@ -212,7 +266,8 @@ def _tasks_by_node(environment: Mapping[str, str]) -> list[int]:
 def process_rank() -> int:
     """Return this process's global rank, before Lightning has set anything up."""
     # Lightning's own launcher sets LOCAL_RANK, also inside an interactive SLURM job, where SLURM_PROCID is 0 for all.
-    for names in (("RANK",), ("LOCAL_RANK", "NODE_RANK"), ("SLURM_PROCID",)):
+    others = () if is_task() else (("RANK",), ("LOCAL_RANK", "NODE_RANK"))
+    for names in (*others, ("SLURM_PROCID",)):
         if os.environ.get(names[0], "").isdigit():
             return sum(int(os.environ.get(name, 0)) for name in names)
     return 0

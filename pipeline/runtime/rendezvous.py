@@ -99,6 +99,8 @@ class Rendezvous:
     """A folder of this start, for its token."""
     listener: socket.socket | None = None
     """On rank 0, the socket that already listens on the port, if there is one."""
+    note: str = ""
+    """What to add where others are missing. With it, not only a node's first rank says early that rank 0 is."""
     _started: float = field(default_factory=time.monotonic, init=False)
     _noticed: bool = field(default=False, init=False)
     _message: bytes = field(default=b"", init=False)
@@ -200,7 +202,8 @@ class Rendezvous:
             try:
                 return self._client(self.ports[0])
             except (OSError, RuntimeError) as error:
-                self._wait_for_rank_0([reason_of(error)])
+                run = os.environ.get("TORCHELASTIC_RUN_ID")
+                self._wait_for_rank_0([f"the agent of TORCHELASTIC_RUN_ID {run}: {reason_of(error)}"])
 
     def _listen(self) -> socket.socket:
         """Listen on the first free port. If all of several are in use, wait: other runs use them only to meet."""
@@ -307,10 +310,11 @@ class Rendezvous:
             signals.raise_if_stopped("while ranks connected")
             raise RendezvousError(
                 f"cannot connect to rank 0 at {self._where} within {self.timeout_seconds:g} s ({reason}); see its"
-                " messages, check its node and firewalls between nodes, or export another MASTER_PORT"
+                f" messages{self.note}, check its node and firewalls between nodes, or export another MASTER_PORT"
             )
-        if self._waited > NOTICE_SECONDS and not self._noticed and local_rank() == 0:
-            print_above_bars(f"rank {self.rank} on {node_name()} waits for rank 0 at {self._where} ({reason})")
+        if self._waited > NOTICE_SECONDS and not self._noticed and (local_rank() == 0 or self.note):
+            who = f"rank {self.rank} on {node_name()}"
+            print_above_bars(f"{who} waits for rank 0 at {self._where} ({reason}){self.note}")
             self._noticed = True
         # Another run's rank 0 has to answer each attempt, and each port may take a query to name servers.
         time.sleep(_POLL_STRANGERS_SECONDS if strange else _POLL_SECONDS * len(self.ports))
@@ -331,10 +335,10 @@ class Rendezvous:
             if missing and is_over:
                 problem = (
                     f"{missing} did not connect to rank 0 at {self._where} within {self.timeout_seconds:g} s;"
-                    " see their messages, or check their nodes and firewalls between nodes"
+                    f" see their messages{self.note}, or check their nodes and firewalls between nodes"
                 )
             elif missing:
-                print_above_bars(f"rank 0 waits for {missing} to connect to {self._where}")
+                print_above_bars(f"rank 0 waits for {missing} to connect to {self._where}{self.note}")
                 self._noticed = True
         is_mistake = store.check([_MISTAKE])
         outcome = read(store, _MISTAKE) if is_mistake else problem, is_mistake

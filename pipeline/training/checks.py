@@ -40,7 +40,7 @@ from pipeline.runtime.memory import MemoryLimit, host_memory_limit
 from pipeline.training.build import build_data, refuse_optimizer
 from pipeline.training.recipe_checks import CheckResult, Report
 from pipeline.training.start import Plan, choose_bleu_tokenizer
-from pipeline.training.trainer import make_trainer, trainer_options
+from pipeline.training.trainer import make_trainer, trainer_options, waits_for_ranks
 
 SUPPORTED = {"Python": ("3.11", "3.14"), "torch": ("2.11", "2.14"), "lightning": ("2.6.6", "2.7")}
 """The first supported version of each, and the first later one that is not supported."""
@@ -151,7 +151,9 @@ def check_trainer(recipe: Recipe, job: JobStep | None, report: Report) -> None:
         if mistake and visible < job.tasks_per_node:  # Lightning would name a setting that follows from the job.
             raise InputError(mistake)
     with warnings.catch_warnings(action="ignore"):  # Lightning shows its warnings when training starts.
-        make_trainer(options, job, logger=False)
+        trainer = make_trainer(options, job, logger=False)
+    if note := waits_for_ranks(getattr(trainer.strategy, "cluster_environment", None)):
+        report.note(note)
     asked, count = recipe.trainer.get("accelerator", "auto"), len(device_indices(options))
     if job is None and asked == "auto" and options["accelerator"] == "cpu" and count > 1:
         report.note(

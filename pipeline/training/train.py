@@ -22,7 +22,7 @@ from pipeline.runtime.console import Failure, lacking_memory, say
 from pipeline.runtime.devices import TrainerOptions, allow_tf32
 from pipeline.runtime.launch import node_name, process_rank
 from pipeline.training.build import build_callbacks, build_data, build_module, build_trainer
-from pipeline.training.checks import check_start, memory_of_weights
+from pipeline.training.checks import check_start, check_trainer, memory_of_weights
 from pipeline.training.new_corpus import prepare_and_report
 from pipeline.training.recipe_checks import Report
 from pipeline.training.start import Plan, Start, check_pairs, check_vocabulary, finished_reason
@@ -37,6 +37,8 @@ def follow(plan: Plan, folder: RunFolder | None) -> None:
     run, corpus, resume = plan.recipe.run_folder(), plan.recipe.corpus_folder(), plan.resume
     if folder is not None:  # One rank checks, so that a mistake is reported once; its exit code ends the others.
         check_start(plan, Report())
+    elif plan.job is None:  # Left-over variables may say that this is another rank than 0, which would be silent.
+        check_trainer(plan.recipe, None, Report())
     manifest = ensure_corpus(plan.recipe.corpus, plan.tokenizer)
     if plan.tokenizer is not None:
         # Another process may have prepared the corpus since the plan was made.

@@ -15,7 +15,12 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.pytorch.plugins.environments import (
+    LightningEnvironment,
+    LSFEnvironment,
+    MPIEnvironment,
+    TorchElasticEnvironment,
+)
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from data_module.errors import InputError
@@ -23,7 +28,15 @@ from pipeline.compat.lightning import SingleStreamDDP, precision_plugin
 from pipeline.runtime import signals
 from pipeline.runtime.console import RendezvousError
 from pipeline.runtime.devices import TrainerOptions, best_precision, device_indices, missing_gpu, sees_own_gpu_only
-from pipeline.runtime.launch import JobStep, main_address, main_ports, node_name, step_nodes
+from pipeline.runtime.launch import (
+    JobStep,
+    check_place,
+    main_address,
+    main_ports,
+    node_name,
+    rank_variable,
+    step_nodes,
+)
 from pipeline.runtime.rank_messages import value_of_each_rank
 from pipeline.runtime.ranks_token import RANKS_TOKEN
 from pipeline.runtime.rendezvous import Rendezvous, listen, reason_of, use_loopback
@@ -105,19 +118,63 @@ def _make_trainer(
             f"trainer.num_nodes {trainer.num_nodes}: nothing starts ranks on other nodes here; use srun in a SLURM job,"
             " as slurm/train.sbatch does, or torchrun on each node, or set it to 1"
         )
-    if environment is None and TorchElasticEnvironment.detect():
-        environment = TorchElasticEnvironment()
+    if environment is None and job is None:  # One device, but a launcher may have started several processes.
+        launchers = (TorchElasticEnvironment, LSFEnvironment, MPIEnvironment)
+        environment = next((launcher() for launcher in launchers if launcher.detect()), None)
+    if job is None:
+        _check_launch(trainer, environment)
     if environment is not None:
         environment.validate_settings(trainer.num_devices, trainer.num_nodes)
     return trainer
 
 
+def _check_launch(trainer: Trainer, environment: ClusterEnvironment | None) -> None:
+    """Check that this process has the place among ranks that a launcher gave it, and that it can meet the others.
+
+    Raises InputError if not.
+    """
+    rank, size, variable = trainer.global_rank, trainer.num_devices * trainer.num_nodes, rank_variable()
+    place: dict[str, int | None] = {"LOCAL_RANK": trainer.local_rank}
+    place.setdefault(variable, rank)
+    if variable in ("RANK", "LOCAL_RANK"):
+        place["WORLD_SIZE"] = size
+    if environment is None or isinstance(environment, LightningEnvironment):
+        if size > 1 or variable == "LOCAL_RANK":  # Otherwise nothing reads the node's index.
+            place["NODE_RANK" if "NODE_RANK" in os.environ else "GROUP_RANK"] = 0
+        if size > 1 and "LOCAL_RANK" not in os.environ:
+            place["RANK"] = None  # The ranks that this process starts would inherit it.
+    elif variable != "RANK":
+        raise InputError(
+            f"{type(environment).__name__} says that this process is rank {environment.global_rank()} of"
+            f" {environment.world_size()}, and RANK does not; start ranks by trainer.devices, srun or torchrun"
+        )
+    check_place(place, rank, size)
+    note = waits_for_ranks(environment) if size > 1 else ""
+    if note and "MASTER_PORT" not in os.environ and "STANDALONE_PORT" not in os.environ:
+        raise InputError(f"{note}, or export one MASTER_PORT for all of them")
+
+
+def waits_for_ranks(environment: ClusterEnvironment | None) -> str:
+    """Return why this process does not start the other ranks of its machine; empty if it does, or torchrun or srun."""
+    if not isinstance(environment, LightningEnvironment) or not environment.creates_processes_externally:
+        return ""
+    return "LOCAL_RANK is set, so this process does not start the other ranks: unset LOCAL_RANK if nothing else does"
+
+
 def cluster_environment(job: JobStep | None) -> ClusterEnvironment | None:
-    """Return the plugin that gives Lightning ranks and address; None leaves the choice to Lightning."""
-    if job is None:
-        # Otherwise Lightning would take any process inside a job for one of its tasks.
-        return LightningEnvironment() if "SLURM_JOB_ID" in os.environ and "RANK" not in os.environ else None
-    return StepEnvironment(job)
+    """Return the plugin that gives Lightning ranks and address; None leaves the choice to Lightning.
+
+    Raises InputError if only some of torchrun's variables are set.
+    """
+    if job is not None:
+        return StepEnvironment(job)
+    if TorchElasticEnvironment.detect():
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            if not os.environ.get(name, "").isdigit():
+                raise InputError(f"{name} is not set, but TORCHELASTIC_RUN_ID is; unset it, or start ranks by torchrun")
+        return None
+    # Otherwise Lightning would take any process inside a job for one of its tasks.
+    return LightningEnvironment() if {"SLURM_JOB_ID", "SLURM_NTASKS"} & os.environ.keys() else None
 
 
 def strategy(options: TrainerOptions, timeout_seconds: int = 600) -> "ConnectedDDP | str":
@@ -150,9 +207,11 @@ class ConnectedDDP(SingleStreamDDP):
         self.folder: Path | None = None
         """The run folder."""
         self._listener: socket.socket | None = None
+        self._starts_ranks = False
 
     def prepare_launch(self) -> None:
         """Set a secret token for the ranks that are started next and, unless the user has set one, a free port."""
+        self._starts_ranks = True
         os.environ[RANKS_TOKEN] = secrets.token_hex(32)
         if "MASTER_PORT" not in os.environ:
             assert self.cluster_environment is not None
@@ -183,6 +242,8 @@ class ConnectedDDP(SingleStreamDDP):
         meeting = Rendezvous(
             *(host, ports, rank, size, self._patience), nodes, start, self.settings, self.folder, self._listener
         )
+        if not self._starts_ranks and (note := waits_for_ranks(environment)):
+            meeting.note = f" ({note})"
         store = meeting.connect()
         if size == self.num_processes:  # all on this machine
             use_loopback()

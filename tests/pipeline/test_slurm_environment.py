@@ -5,22 +5,27 @@ import functools
 import os
 import pty
 import shutil
+import socket
 import subprocess
 import termios
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from data_module.errors import InputError
+from pipeline.runtime import launch
 from pipeline.runtime.launch import (
+    _PLACE,
     clear_failure_count,
     current_step,
     main_address,
     main_ports,
     report_mistake_to_script,
 )
-from pipeline.training.trainer import cluster_environment
+from pipeline.training.trainer import cluster_environment, make_trainer, trainer_options
+from tests.conftest import refusal, run_here
 
 TASK = {
     "SLURM_JOB_ID": "7",
@@ -162,3 +167,123 @@ def test_environments_without_a_step(environment: dict[str, str]) -> None:
 def test_invalid_environments_are_refused(changed: dict[str, str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         current_step({**TASK, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "wrong"),
+    [
+        ({}, None),
+        ({"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "3"}, None),  # Nothing reads WORLD_SIZE here.
+        ({"RANK": "-1", "LOCAL_RANK": "-1"}, None),
+        ({"RANK": "0"}, "RANK is 0, but this process would be rank 5 of 6: unset RANK,"),
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK is 0, but .*: unset LOCAL_RANK,"),
+        ({"RANK": "5", "LOCAL_RANK": "0"}, "LOCAL_RANK is 0, but .*: unset RANK LOCAL_RANK,"),
+        ({"RANK": ""}, "RANK '' is no rank; unset RANK$"),
+    ],
+)
+def test_a_variable_that_gives_a_task_another_rank_is_refused(changed: dict[str, str], wrong: str | None) -> None:
+    with pytest.raises(InputError, match=f"^{wrong}") if wrong else nullcontext():
+        assert current_step({**TASK, **changed}) is not None
+
+
+TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
+LSF = {
+    "LSB_JOBID": "7",
+    "LSB_DJOB_RANKFILE": "RANKS",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_SIZE": "2",
+    "JSM_NAMESPACE_RANK": "1",
+}
+CHILD = {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555"}
+"""What Lightning sets for a rank that it starts."""
+SALLOC = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "4294967290"}
+TERMINAL = SALLOC | {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_PTY_PORT": "4000"}
+BY_HAND = CHILD | {"RANK": "1"}
+
+
+@pytest.fixture
+def no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this process were no rank, and restore what Lightning sets."""
+    for name in (*_PLACE, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("no_place")
+@pytest.mark.parametrize(
+    ("variables", "devices", "rank", "wrong"),
+    [
+        ({}, 1, 0, None),
+        ({}, 2, 0, None),
+        (TORCHRUN, 1, 0, None),
+        (SALLOC, 1, 0, None),
+        (SALLOC, 2, 0, None),
+        (TERMINAL, 1, 0, None),
+        (TERMINAL, 2, 0, None),
+        (CHILD, 2, 1, None),
+        (TERMINAL | CHILD, 2, 1, None),
+        (BY_HAND, 2, 1, None),
+        ({"NODE_RANK": "1"}, 1, 0, None),  # Nothing reads these.
+        ({"GROUP_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 1, 0, None),
+        ({"WORLD_SIZE": "2"}, 1, 0, None),
+        ({"LOCAL_RANK": "-1"}, 1, 0, None),
+        ({"SLURM_NTASKS": "2"}, 1, 0, None),
+        ({"RANK": "1"}, 1, 1, "RANK is 1, but this process would be rank 0 of 1: unset RANK, or"),
+        ({"LOCAL_RANK": "1"}, 1, 1, "LOCAL_RANK is 1, but this process would be rank 0 of 1: unset LOCAL_RANK, or"),
+        ({"LOCAL_RANK": "0", "NODE_RANK": "1"}, 1, 1, "NODE_RANK is 1, but .*: unset LOCAL_RANK NODE_RANK, or"),
+        ({"SLURM_PROCID": "1"}, 1, 1, "SLURM_PROCID is 1, but .*: unset SLURM_PROCID, or"),
+        ({"RANK": "-1", "SLURM_PROCID": "1"}, 1, 1, "SLURM_PROCID is 1, but .*: unset RANK SLURM_PROCID, or"),
+        ({"JSM_NAMESPACE_RANK": "1"}, 1, 0, "JSM_NAMESPACE_RANK is 1, but .*: unset JSM_NAMESPACE_RANK, or"),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, 1, 0, "WORLD_SIZE is 4, but this process would be rank 0 of 1: unset RANK"),
+        (CHILD, 1, 1, "LOCAL_RANK is 1"),
+        (CHILD | {"LOCAL_RANK": "0"}, 1, 0, "WORLD_SIZE is 2"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, 2, 0, "RANK is 0, but this process would be rank 0 of 2: unset RANK"),
+        ({"NODE_RANK": "1"}, 2, 0, "NODE_RANK is 1, but this process would be rank 2 of 2: unset NODE_RANK, or"),
+        ({"GROUP_RANK": "1"}, 2, 0, "GROUP_RANK is 1, but this process would be rank 2 of 2: unset GROUP_RANK, or"),
+        ({"LOCAL_RANK": "0"}, 2, 0, "LOCAL_RANK is set, so this process does not .*: unset LOCAL_RANK if nothing else"),
+        ({"LOCAL_RANK": "-1", "MASTER_PORT": "29555"}, 2, 0, "LOCAL_RANK is -1"),
+        (
+            TORCHRUN | {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"},
+            1,
+            1,
+            "LOCAL_RANK is 1, .* TORCHELASTIC_RUN_ID",
+        ),
+        (TORCHRUN, 2, 0, "WORLD_SIZE is 1, but this process would be rank 0 of 2"),
+        ({"TORCHELASTIC_RUN_ID": "none"}, 1, 0, "RANK is not set, but TORCHELASTIC_RUN_ID is; unset it"),
+        (LSF, 1, 0, "LSFEnvironment says that this process is rank 1 of 2, and RANK does not"),
+        (LSF | {"RANK": "1"}, 1, 1, "RANK is 1, but this process would be rank 0 of 1"),
+    ],
+)
+def test_variables_that_give_a_process_another_place_are_refused(
+    variables: dict[str, str],
+    devices: int,
+    rank: int,
+    wrong: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else it would train alone, without a word and without a file; what launchers set passes."""
+    (tmp_path / "ranks").write_text("\n".join([socket.gethostname()] * 3))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.replace("RANKS", str(tmp_path / "ranks")))
+    monkeypatch.setattr(launch, "_in_terminal", lambda environment: "SLURM_PTY_PORT" in environment)
+    assert launch.process_rank() == rank
+    assert current_step() is None
+    options = trainer_options({"accelerator": "cpu", "devices": devices, "precision": "32-true"})
+    with pytest.raises(InputError, match=f"^{wrong}") if wrong else nullcontext():
+        trainer = make_trainer(options, None, logger=False)
+        assert (trainer.global_rank, trainer.world_size) == (rank, devices)
+
+
+@pytest.mark.usefixtures("no_place")
+def test_fit_and_doctor_refuse_a_left_over_rank(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And other commands, which have one process, do as without it."""
+    for name in ("RANK", "SLURM_PROCID", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.setenv(name, "1")
+    before = sorted(recipe_file.parent.iterdir())
+    folders = "--run.folder", recipe_file.parent / "run", "--corpus.folder", recipe_file.parent / "corpus"
+    line = refusal("fit", recipe_file, *folders)
+    assert "RANK is 1, but this process would be rank 0 of 1: unset RANK SLURM_PROCID TORCHELASTIC_RESTART_" in line
+    assert sorted(recipe_file.parent.iterdir()) == before
+    assert f"WRONG {line.removeprefix('error: ')}\n" in run_here("doctor", recipe_file, code=1)[0]
+    assert "the corpus is in" in run_here("prepare", recipe_file)[1]
