@@ -50,6 +50,8 @@ _GRACE_SECONDS = 5.0
 """How much longer other ranks wait for rank 0's outcome."""
 _STOP_SECONDS = 15.0
 """How much longer a rank that was asked to stop waits for the others, to agree with them on stopping."""
+GROUP_ERRORS = (RuntimeError, ValueError, MemoryError, dist.DistError)
+"""What PyTorch raises if it cannot make a group, also of gloo's addresses that a stranger has changed in the store."""
 _LINGER_SECONDS = 0.5
 _POLL_SECONDS = 0.1
 _POLL_STRANGERS_SECONDS = 1.0
@@ -135,7 +137,8 @@ class Rendezvous:
         """Connect to rank 0's store, wait until all ranks have, and return it.
 
         Raises:
-            InputError: a rank was started with other settings, or twice, or rank 0 cannot write its token anywhere.
+            InputError: a rank was started with other settings, or twice, or rank 0 cannot write its token anywhere, or
+                the loopback interface does not work.
             RendezvousError: a rank is missing. The message names the rank, the address and what to do.
             UnusableAddressError: the name of rank 0's node does not exist, or this process may not use the port.
             Stopped: this process was asked to stop and another rank is missing.
@@ -185,6 +188,7 @@ class Rendezvous:
         self.ports = [self.listener.getsockname()[1]]
         token = secrets.token_hex(32) if agent else find_token(self.start, ()) or write_token(self.start, self._folders)
         set_key(token, self.start)
+        check_loopback()  # Rank 0 connects to its own store there.
         inside, timeout = listen(self.host, 0), timedelta(seconds=self.timeout_seconds)
         inside_port = inside.getsockname()[1]
         self._message = signed(_STORE, inside_port).encode()
@@ -375,11 +379,34 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
 
 
+def check_loopback() -> None:
+    """Raise InputError if processes of this machine cannot connect to one another.
+
+    PyTorch would try for a long time, and print the calls of its C++ code.
+    """
+    try:
+        with listen(LOOPBACK, 0) as server:
+            socket.create_connection(server.getsockname(), timeout=_ATTEMPT_SECONDS).close()
+    except OSError as error:
+        raise InputError(
+            f"processes of this machine cannot connect to one another at {LOOPBACK} ({reason_of(error)}); bring its"
+            " loopback interface up (ip link set lo up), or set trainer.devices to 1"
+        ) from None
+
+
 def use_loopback() -> None:
     """Let gloo and NCCL connect ranks of one machine by its loopback interface, unless the user has set another."""
     for name in {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, name)
+
+
+def not_connected(backend: str, where: str, error: Exception) -> RendezvousError:
+    """Return the error of ranks that have met, if a backend of `torch.distributed` then fails to connect them."""
+    return RendezvousError(
+        f"all ranks have met{where}, but {backend} does not connect them ({reason_of(error)}); export"
+        f" {backend.upper()}_SOCKET_IFNAME=the interface between nodes, and check firewalls"
+    )
 
 
 def differences(theirs: Mapping[str, object], ours: Mapping[str, object]) -> str:
@@ -407,4 +434,4 @@ def reason_of(error: Exception) -> str:
     """Return the reason of a failed connection, without line numbers of Python's and PyTorch's sources."""
     if isinstance(error, OSError) and (error.errno or 0) > 0:
         return os.strerror(error.errno or 0)
-    return getattr(error, "strerror", None) or re.sub(r"^\[enforce .*?\] ", "", str(error).partition("\n")[0])
+    return getattr(error, "strerror", None) or re.sub(r"^\[[^]]*:\d+\] ", "", str(error).partition("\n")[0])

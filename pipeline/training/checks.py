@@ -37,6 +37,7 @@ from pipeline.runtime.devices import (
 )
 from pipeline.runtime.launch import JobStep
 from pipeline.runtime.memory import MemoryLimit, host_memory_limit
+from pipeline.runtime.rendezvous import check_loopback
 from pipeline.training.build import build_data, refuse_optimizer
 from pipeline.training.recipe_checks import CheckResult, Report
 from pipeline.training.start import Plan, choose_bleu_tokenizer
@@ -155,6 +156,8 @@ def check_trainer(recipe: Recipe, job: JobStep | None, report: Report) -> None:
     if note := waits_for_ranks(getattr(trainer.strategy, "cluster_environment", None)):
         report.note(note)
     asked, count = recipe.trainer.get("accelerator", "auto"), len(device_indices(options))
+    if job is None and count > 1:
+        check_loopback()
     if job is None and asked == "auto" and options["accelerator"] == "cpu" and count > 1:
         report.note(
             f"trainer.devices {recipe.trainer['devices']}: torch finds no GPU, so {count} processes share the CPU; one"

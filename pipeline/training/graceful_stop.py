@@ -28,6 +28,7 @@ from pipeline.runtime import signals
 from pipeline.runtime.console import RendezvousError, print_above_bars
 from pipeline.runtime.launch import clear_failure_count, node_name
 from pipeline.runtime.rank_messages import plain, post, read, silent_ranks, value_of_each_rank
+from pipeline.runtime.rendezvous import GROUP_ERRORS, not_connected
 from pipeline.runtime.signals import Stopped
 
 MARGIN_SECONDS = 30
@@ -47,7 +48,10 @@ class StopConsensus:
         # A separate group on CPUs: a reduction in the gradients' group would wait for the gradients, and one of NCCL
         # would make the host wait for the GPU.
         if dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+            try:
+                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+            except GROUP_ERRORS as error:
+                raise not_connected("gloo", "", error) from None
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
 
     def should_stop(self, time_is_up: bool = False) -> bool:

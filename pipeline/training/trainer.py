@@ -39,7 +39,7 @@ from pipeline.runtime.launch import (
 )
 from pipeline.runtime.rank_messages import value_of_each_rank
 from pipeline.runtime.ranks_token import RANKS_TOKEN
-from pipeline.runtime.rendezvous import Rendezvous, listen, reason_of, use_loopback
+from pipeline.runtime.rendezvous import GROUP_ERRORS, Rendezvous, listen, not_connected, use_loopback
 from pipeline.training.graceful_stop import MARGIN_SECONDS
 
 Plugin: TypeAlias = ClusterEnvironment | CheckpointIO | Precision
@@ -258,12 +258,8 @@ class ConnectedDDP(SingleStreamDDP):
                 dist.init_process_group(
                     *(backend, None, self._group_timeout, size, rank), store=prefixed, device_id=device
                 )
-        except (RuntimeError, dist.DistError) as error:
-            raise RendezvousError(
-                f"all {size} ranks have met at {host}, but {backend} does not connect them"
-                f" ({reason_of(error)}); export {backend.upper()}_SOCKET_IFNAME=the interface between"
-                " nodes, and check firewalls"
-            ) from None
+        except GROUP_ERRORS as error:
+            raise not_connected(backend, f" at {host}", error) from None
         store.set_timeout(self._group_timeout)
         if on_gpu:
             atexit.register(_destroy_group)  # NCCL warns about a group that is not destroyed

@@ -387,6 +387,20 @@ def test_rank_0_hangs_and_so_does_its_key_value_store(tmp_path: Path) -> None:
     assert exit_codes(tmp_path, call_a_rank_that_hangs, (0,), (1,)) == [-signal.SIGKILL, 7]
 
 
+def agree_with_nobody(rank: int) -> str:
+    """Make the group of stop flags on one rank only, as if the other one's address in the store led nowhere."""
+    dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=0.1))
+    if rank == 1:
+        return ""
+    with pytest.raises(RendezvousError, match=r"^all ranks have met, but gloo does not connect them .*; export GLOO_"):
+        StopConsensus(1)
+    return ""
+
+
+def test_a_group_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    results(tmp_path, agree_with_nobody, (0,), (1,))
+
+
 def fail(folder: Path, tokenizer: Path, error: BaseException, margin_seconds: float, exit_code: int | None) -> str:
     """Let the callback handle an error, then hang or exit with a code."""
     graceful_stop.MARGIN_SECONDS = margin_seconds  # type: ignore[assignment]

@@ -1,10 +1,12 @@
 """Ranks that connect to one another, whoever else connects or listens, and what is said of those that do not."""
 
+import ctypes
 import errno
 import itertools
 import json
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import tempfile
@@ -28,7 +30,7 @@ from pipeline.runtime.rank_messages import StrangerError, post, read, set_key, s
 from pipeline.runtime.ranks_token import RANKS_TOKEN, find_token, remove_token, write_token
 from pipeline.runtime.rendezvous import _STORE, Rendezvous, _own_part, patience_seconds
 from pipeline.training.trainer import ConnectedDDP
-from tests.conftest import run_here
+from tests.conftest import refusal, run_here
 
 HOST, TOKEN = "127.0.0.1", "a" * 64
 FORK = multiprocessing.get_context("fork")
@@ -502,3 +504,23 @@ def test_ranks_of_one_machine_need_no_home_that_can_be_written(tmp_path: Path, m
     assert all_have_met(meet(ports, 2, [1, 0]))
     assert not list(tmp_path.iterdir())
     assert tmp_path not in Rendezvous("localhost", ports, 0, 2, PATIENCE_SECONDS)._folders
+
+
+def without_a_network(recipe: Path, folder: Path) -> None:
+    ctypes.CDLL(None).unshare(0x4000_0000)  # CLONE_NEWNET: the new network's loopback interface is down
+    said = refusal("fit", recipe, "--trainer.devices", "2", "--run.folder", folder / "run")
+    (folder / "said").write_text(said)
+    os._exit(7)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for a network of its own")
+def test_a_machine_whose_loopback_interface_is_down(recipe_file: Path, tmp_path: Path) -> None:
+    """It is refused before ranks are started."""
+    process = FORK.Process(target=without_a_network, args=(recipe_file, tmp_path))
+    process.start()
+    process.join()
+    assert process.exitcode == 7
+    wrong = r"error: processes of this machine cannot connect to one another at 127\.0\.0\.1 \(.*\); bring its loopback"
+    assert re.match(wrong, (tmp_path / "said").read_text())
+    assert not (tmp_path / "run").exists()
