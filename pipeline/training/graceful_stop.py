@@ -12,7 +12,8 @@ import os
 import signal
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -38,6 +39,25 @@ POLL_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
 """How long a rank waits for the others to report that they have failed too; one that is late counts as dead. It has to
 be well below SLURM's KillWait (30 s by default), after which the ranks left are killed."""
+
+SUSPENDED_SECONDS = 10.0
+"""A process whose clock jumps by less may only have been slow."""
+_SUSPENDED = "was suspended for"
+
+
+@contextmanager
+def suspension_in_one_line() -> Iterator[None]:
+    """Raise RendezvousError in place of an error that comes from this process's suspension, as `GracefulStop` notes it.
+
+    SLURM and users suspend processes by SIGSTOP. All ranks then find that the others have been silent for too long.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        for note in getattr(error, "__notes__", ()):
+            if _SUSPENDED in note:
+                raise RendezvousError(f"{note}; run the same command to resume from the last checkpoint") from None
+        raise
 
 
 class StopConsensus:
@@ -119,13 +139,20 @@ class FailureReport:
                 "another job was still writing to the run folder; start again"
             )
 
-    def describe(self, error: BaseException) -> str:
-        """Return which rank failed and where, as far as this rank knows; wait a few seconds for others' reports."""
+    def describe(self, error: BaseException, suspended_seconds: float = 0.0) -> str:
+        """Return which rank failed and where, as far as this rank knows; wait a few seconds for others' reports.
+
+        `suspended_seconds` is for how long this process was suspended before the error; 0 if it was not.
+        """
         here = self._names[self._rank]
         if not is_collective_error(error):
             first_line = str(error).splitlines()[:1]
             self._post(f"failed|{type(error).__name__}: {first_line[0] if first_line else ''}")
             return f"{here} failed"
+        if suspended_seconds:
+            suspended = f"{_SUSPENDED} {suspended_seconds:.0f} s"
+            self._post(f"failed|it {suspended}")
+            return f"{here} {suspended}, and run.timeout_seconds is how long ranks wait for one another"
         self._post("waiting|")
         reports = self._collect()
         if reports is None:
@@ -188,6 +215,8 @@ class GracefulStop(Callback):
         self._failure_report: FailureReport | None = None
         self._validation_pending = False
         self._has_ended = threading.Event()
+        self._last_look = self._continued = self._jump = 0.0
+        """Monotonic times: of the last look at the clock, of the last jump's end, and the jump itself."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Create the process group that ranks use to agree on stopping."""
@@ -202,6 +231,7 @@ class GracefulStop(Callback):
             raise Stopped("asked to stop during start-up; nothing was lost, run the same command to resume")
         if (report := self._failure_report) is not None:
             report.check_same_step(trainer.global_step)
+            self._last_look = time.monotonic()
             threading.Thread(target=self._end_if_stuck, args=(trainer, report), daemon=True).start()
         if trainer.is_global_zero:
             clear_failure_count()
@@ -247,14 +277,14 @@ class GracefulStop(Callback):
         With NCCL, gradients are reduced on the GPU. If another rank dies or hangs, the reduction does not end, and the
         main thread waits in a call of CUDA that never returns. The reduction of the stop flags fails on the CPU.
         """
-        while not self._has_ended.wait(POLL_SECONDS):
+        while not self._ends_within(POLL_SECONDS):
             error = self._consensus.failure()
             if error is None:
                 continue
             # The main thread usually fails as well, and then reports and ends by itself.
-            if self._has_ended.wait(MARGIN_SECONDS):
+            if self._ends_within(MARGIN_SECONDS):
                 return
-            message = report.describe(error)
+            message = report.describe(error, self._suspended_seconds())
             with suppress(OSError):  # Standard error may be closed.
                 print_above_bars(f"[rank{dist.get_rank()}]: step {trainer.global_step}: {message}")
             if self._has_ended.wait(MARGIN_SECONDS):  # PyTorch writes NCCL's flight recorder meanwhile
@@ -263,13 +293,30 @@ class GracefulStop(Callback):
                 trainer.strategy.launcher.kill(signal.SIGKILL)  # the ranks that Lightning has launched
             _exit_after_write(checkpoint_io(trainer), 1)
 
+    def _ends_within(self, seconds: float) -> bool:
+        """Return whether training ends within so many seconds; look at the clock every `POLL_SECONDS` meanwhile."""
+        for _ in range(max(1, round(seconds / POLL_SECONDS))):
+            if self._has_ended.wait(POLL_SECONDS):
+                return True
+            self._suspended_seconds()
+        return False
+
+    def _suspended_seconds(self) -> float:
+        """Return for how long this process was suspended until a minute ago or less; 0 if it was not."""
+        now = time.monotonic()
+        if self._last_look and now - self._last_look > max(SUSPENDED_SECONDS, self._timeout_seconds / 2):
+            self._jump, self._continued = now - self._last_look, now
+        self._last_look = now
+        return self._jump if now - self._continued < 2 * MARGIN_SECONDS else 0.0
+
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Add a note to the error that names the failed rank, and make sure that this process ends."""
         self._has_ended.set()
         if self._failure_report is None:
             return
         if not isinstance(exception, Stopped | KeyboardInterrupt):
-            exception.add_note(f"step {trainer.global_step}: {self._failure_report.describe(exception)}")
+            message = self._failure_report.describe(exception, self._suspended_seconds())
+            exception.add_note(f"step {trainer.global_step}: {message}")
         # Threads may wait without limit for a rank that no longer answers. End this process, so that the job can end.
         code = exception.exit_code if isinstance(exception, Stopped) else 1
         end = threading.Timer(MARGIN_SECONDS, _exit_after_write, [checkpoint_io(trainer), code])

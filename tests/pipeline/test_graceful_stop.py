@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -28,11 +29,11 @@ from pipeline.checkpointing.run_folder import step_checkpoints, step_of
 from pipeline.compat.lightning import disable_signal_handling
 from pipeline.config.recipe import load_recipe
 from pipeline.runtime import signals
-from pipeline.runtime.console import quiet_lightning
+from pipeline.runtime.console import RendezvousError, quiet_lightning
 from pipeline.runtime.signals import Stopped
 from pipeline.runtime.step_clock import StepClock
 from pipeline.training import graceful_stop
-from pipeline.training.graceful_stop import FailureReport, GracefulStop, StopConsensus
+from pipeline.training.graceful_stop import FailureReport, GracefulStop, StopConsensus, suspension_in_one_line
 from tests.conftest import ALONE, ROOT
 
 SERVER = multiprocessing.get_context("forkserver")
@@ -358,6 +359,39 @@ def test_silent_ranks_are_named(tmp_path: Path) -> None:
         "no rank has died or hangs; rank 1 on node-1 waited for it",
         "rank 0 on node-0, rank 1 on node-1 has died or hangs; rank 2 on node-2 waited for it",
     ]
+
+
+def go_on_after_a_suspension(folder: Path, tokenizer: Path, seconds: float) -> str:
+    """Get an error after all clocks have jumped by so many seconds; return its note, and how the program reports it."""
+    callback, trainer, module = make_callback(folder, tokenizer)
+    callback.on_fit_start(trainer, module)
+    callback.on_train_start(trainer, module)
+    real = time.monotonic
+    time.monotonic = lambda: real() + seconds
+    try:
+        with suspension_in_one_line():
+            try:
+                raise RuntimeError("[gloo] Timed out waiting for recv")
+            except RuntimeError as error:
+                callback.on_exception(trainer, module, error)
+                raise
+    except (RuntimeError, RendezvousError) as error:
+        dist.barrier()
+        return f"{type(error).__name__}: {error}{getattr(error, '__notes__', '')}"
+
+
+@pytest.mark.parametrize("seconds", [TIMEOUT_SECONDS + 30, TIMEOUT_SECONDS / 3])
+def test_a_rank_says_that_it_was_suspended(tiny_corpus: Path, tmp_path: Path, seconds: float) -> None:
+    """In one line; a rank that was only slow does not."""
+    arguments = tmp_path, tiny_corpus / "tokenizer.model", seconds
+    for rank, said in enumerate(results(tmp_path, go_on_after_a_suspension, arguments, arguments)):
+        if seconds < TIMEOUT_SECONDS:
+            assert said.startswith("RuntimeError: [gloo] Timed out waiting for recv['step 0: no rank has died or hangs")
+        else:
+            words = (
+                rf"RendezvousError: step 0: rank {rank} on node-{rank} was suspended for 9\d s, and run.timeout_seconds"
+            )
+            assert re.fullmatch(rf"{words} .*; run the same command to resume from the last checkpoint", said)
 
 
 def call_a_rank_that_hangs(rank: int) -> str:
