@@ -73,7 +73,8 @@ def test_settings_and_kinds_of_paths(trained_run: Path, model: pipeline.Model) -
     expected = load_translator(trained_run / "checkpoints" / "best.ckpt").translate(TEXTS, SearchOptions(1, 0.0))
     assert greedy.translate(TEXTS) == [one.text for one in expected]
     hypothesis = greedy.translate(TEXTS[0], n_best=1)[0]
-    assert hypothesis.score == hypothesis.log_probability != 0.0
+    for found in (hypothesis, greedy.score(TEXTS[0], TEXTS[1])):
+        assert found.score == found.log_probability != 0.0
     assert pipeline.load(trained_run, stop_rule="first")._settings.stop_rule == "first"
 
 

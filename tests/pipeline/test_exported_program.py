@@ -69,6 +69,7 @@ def test_answers_of_all_stages(tokenizer: Tokenizer) -> None:
     model = stops_at_first(tokenizer)
     torch.manual_seed(1)
     source = torch.randint(4, VOCABULARY_SIZE, (4, 6))
+    source[2, 3:] = source[3, 5:] = tokenizer.pad_id  # a mask that each stage has to keep
     model = replace(model, decoding=replace(model.decoding, max_extra_tokens=60))
     specials = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
     search = SearchProgram(model.network, specials, BeamArguments(2, 0.0, 60, 2, True)).eval()

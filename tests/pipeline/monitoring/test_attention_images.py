@@ -85,6 +85,19 @@ def test_a_label_is_beside_its_row_and_above_its_column() -> None:
     assert columns[beside].max() < left - 2 * CELL_SIZE - 110
 
 
+@pytest.mark.parametrize(("kind", "rows", "columns"), [("decoder", "next", "previous"), ("cross", "next", "source")])
+def test_rows_are_labelled_by_what_is_predicted(kind: str, rows: str, columns: str) -> None:
+    def drawn(changed: str = "") -> np.ndarray:
+        by_axis = {axis: ["long", "O" if axis == changed else "."] for axis in (rows, columns)}
+        labels = axis_labels([], [], "", "")._replace(by_axis=by_axis)
+        image = draw_attention(kind, [np.zeros((1, 2, 2), dtype=np.float32)], labels, [0], [0], "")
+        return np.asarray(image.convert("L"))
+
+    beside, above = (np.argwhere(drawn() != drawn(axis)) for axis in (rows, columns))
+    assert beside[:, 1].max() < above[:, 1].min()
+    assert above[:, 0].max() < beside[:, 0].min()
+
+
 def test_a_matrix_is_blue_above_zero_and_red_below() -> None:
     values = np.array([[1.0, -1.0], [0.0, 0.0]], dtype=np.float32).repeat(8, axis=0)
     pixels = np.asarray(draw_matrix("title", values, "row", "column").convert("RGB"))
