@@ -125,6 +125,7 @@ def write_corpus(
         "tokenizer": {"sha256": tokenizer.sha256, "vocabulary_size": tokenizer.vocabulary_size},
         "token_type": dtype.name,
         "training_pairs": hash_pairs(folder, settings.variants),
+        "text_form": checked.text_form(),
         "train": train,
         "validation": validation,
         "files": {},

@@ -11,9 +11,10 @@ import numpy as np
 from data_module.corpus.pairs import PairChunk, PairFilter, least_lengths, open_reader, read_pairs, with_prefix
 from data_module.corpus.store import MAX_TOKENS
 from data_module.errors import InputError
-from data_module.files import replace_error, write_error
+from data_module.files import PlainValues, replace_error, write_error
 from data_module.settings import BpeDropout, CorpusSettings, TextSource
 from data_module.text_files import LineWarning, StrayMarks
+from data_module.tokenization.text_form import SideForm, form_notes
 from data_module.tokenization.tokenizer import (
     BYTE_NAMES,
     NUM_BYTES,
@@ -208,6 +209,7 @@ class TextChecker:
         self.found: dict[str, list[SourceCheck]] = {"train": [], "validation": [], "test": []}
         """What was found in each source, by split."""
         self.settings = settings
+        self._forms = {side: SideForm() for side in ("source", "target")}
         # Lengths in pieces are not known yet, so that a ratio of them drops nothing.
         compared = self.held_out if settings.drop_overlap else {}
         train_filter = PairFilter(replace(settings, max_length_ratio=None), compared)
@@ -244,6 +246,9 @@ class TextChecker:
             lengths = least_lengths(prefixed.source, settings), least_lengths(prefixed.target, settings)
             chosen = self._filters[split].keep(prefixed, *lengths, text.repeat)
             kept.append(np.isin(np.arange(len(chunk.source)), chosen))
+            if split == "train":
+                for form, lines in zip(self._forms.values(), (prefixed.source, prefixed.target), strict=True):
+                    form.add([lines[i] for i in chosen.tolist()])
             if split in self.held_out:
                 self.held_out[split].update(zip(prefixed.source, prefixed.target, strict=True))
             for name, sentences in zip(chunk.names, (chunk.source, chunk.target), strict=True):
@@ -266,6 +271,10 @@ class TextChecker:
         result.kept = np.concatenate(kept)
         result.decomposed = [line for note in decomposed.values() if (line := note.text())]
 
+    def text_form(self) -> PlainValues:
+        """Return the form of the training text; see `text_form.SHAPE`."""
+        return {side: form.values() for side, form in self._forms.items()}
+
     def check_not_empty(self) -> None:
         """Raise InputError if it is certain that no training or validation pair is left."""
         for split in ("train", "validation"):
@@ -284,6 +293,7 @@ def source_warnings(settings: CorpusSettings, checked: TextChecker) -> list[str]
     """Return one line for each likely mistake that does not prevent preparation."""
     train, every = checked.found["train"], list(chain.from_iterable(checked.found.values()))
     warnings = [line for source in every for line in source.marks]
+    warnings += form_notes(checked.text_form())
     if any(map(is_composed, set().union(*(source.characters for source in every)))):
         warnings += [line for source in every for line in source.decomposed]
     if settings.is_varied() and settings.variants == 1:

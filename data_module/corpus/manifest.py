@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from data_module.errors import PROGRAM, InputError, first_of
 from data_module.files import PlainValues, check_format, misshapen, read_json
 from data_module.settings import TextSource
+from data_module.tokenization.text_form import SHAPE
+from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
 
 FORMAT = "attention-pipeline corpus"
 MANIFEST_NAME = "manifest.json"
@@ -114,6 +116,8 @@ class Manifest(Origin):
     token_type: str
     training_pairs: NotRequired[str]
     """The hash that `hash_pairs` returns; version 1.0 and 1.1 did not write it."""
+    text_form: NotRequired[PlainValues]
+    """See `text_form.SHAPE`; corpora of versions before 1.2 have none."""
     train: TrainAccount
     validation: SplitAccount
     files: dict[str, int]
@@ -179,7 +183,8 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder}: not a corpus (it has no {MANIFEST_NAME} written by prepare); name another corpus.folder"
         )
     check_format(folder / MANIFEST_NAME, manifest.get("format_version"), _REBUILD)
-    if wrong := misshapen(manifest, _SHAPE) or _uncounted(manifest):
+    shape = _SHAPE | ({"text_form": SHAPE} if "text_form" in manifest else {})
+    if wrong := misshapen(manifest, shape) or _uncounted(manifest):
         raise InputError(f"{folder / MANIFEST_NAME}: {wrong} is missing or damaged; {_REBUILD}")
     for name, size in manifest["files"].items():
         path = folder / name
@@ -188,6 +193,15 @@ def read_manifest(folder: Path) -> Manifest:
             state = "is missing" if actual is None else f"has {actual} bytes, not {size}"
             raise InputError(f"{path}: the corpus is incomplete, this file {state}; {_REBUILD}")
     return cast(Manifest, manifest)  # Its shape has been checked.
+
+
+def corpus_tokenizer(folder: Path) -> Tokenizer:
+    """Load the tokenizer of a corpus, with what is known of its training text.
+
+    Raises InputError as `read_manifest` and `Tokenizer.load` do.
+    """
+    tokenizer = Tokenizer.load(folder / TOKENIZER_NAME)
+    return Tokenizer(tokenizer.model, seen=tokenizer.seen, form=read_manifest(folder).get("text_form"))
 
 
 def _uncounted(manifest: PlainValues) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from data_module.errors import InputError
-from data_module.files import read_whole
+from data_module.files import PlainValues, read_whole
 from data_module.tokenization.pair import SPACE_MARK, PairEncoder, is_code, proto_of, split_models
 
 if TYPE_CHECKING:
@@ -104,7 +104,9 @@ class Tokenizer:
 
     pad_id, unk_id, bos_id, eos_id = PAD_ID, UNK_ID, BOS_ID, EOS_ID
 
-    def __init__(self, model: bytes, encodes_target: bool = False, seen: bytes | None = None) -> None:
+    def __init__(
+        self, model: bytes, encodes_target: bool = False, seen: bytes | None = None, form: PlainValues | None = None
+    ) -> None:
         """Load a sentencepiece model from its bytes.
 
         Args:
@@ -112,6 +114,7 @@ class Tokenizer:
             encodes_target: encode target sentences, if there are two models; see `target`.
             seen: a byte for each piece: 1 if it occurs in a source sentence that a network was trained on, plus 2 if it
                 occurs in a target sentence. None if that is not known.
+            form: the form of the training text (see `text_form.SHAPE`); None if that is not known.
 
         Raises InputError if the bytes are no sentencepiece model, its special ids are not this project's, or `seen`
         belongs to another vocabulary.
@@ -143,7 +146,7 @@ class Tokenizer:
                 f"has {self.vocabulary_size} pieces, but its file {_SEEN} of pieces that training has seen has"
                 f" {len(seen)}; copy or create both files again"
             )
-        self.seen = seen
+        self.seen, self.form = seen, form
         self.lowercase: bool = self._encoder.normalize("A").endswith("a")
         self.byte_fallback: bool = self._encoder.is_byte(self._encoder.piece_to_id(BYTE_NAMES[0]))
 
@@ -169,15 +172,15 @@ class Tokenizer:
         if self.seen is not None:
             path.with_suffix(_SEEN).write_bytes(self.seen)
 
-    def __reduce__(self) -> tuple[type["Tokenizer"], tuple[bytes, bool, bytes | None]]:
-        return Tokenizer, (self.model, self._encodes_target, self.seen)
+    def __reduce__(self) -> tuple[type["Tokenizer"], tuple[bytes, bool, bytes | None, PlainValues | None]]:
+        return Tokenizer, (self.model, self._encodes_target, self.seen, self.form)
 
     def also_seen(self, other: "Tokenizer | None") -> "Tokenizer":
         """Return this tokenizer with the pieces that training saw with it or with another one of the same model."""
         if other is None or other.model != self.model:
             return self
         both = self.seen and other.seen and bytes(a | b for a, b in zip(self.seen, other.seen, strict=True))
-        return Tokenizer(self.model, self._encodes_target, both)
+        return Tokenizer(self.model, self._encodes_target, both, self.form)
 
     def never_seen(self, is_target: bool) -> frozenset[int]:
         """Return `unk_id` and the ids that occur in no source, or in no target sentence of training."""
@@ -191,7 +194,7 @@ class Tokenizer:
     @cached_property
     def target(self) -> "Tokenizer":
         """The tokenizer that encodes target sentences: this one, unless it has two models."""
-        return self if self.pair is None else Tokenizer(self.model, True, self.seen)
+        return self if self.pair is None else Tokenizer(self.model, True, self.seen, self.form)
 
     @cached_property
     def _pair_encoder(self) -> PairEncoder | None:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from data_module.errors import PROGRAM, InputError, first_of
 from data_module.files import FORMAT_VERSION, PlainValues, atomic_file, check_format, misshapen
+from data_module.tokenization.text_form import SHAPE
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings, NetworkSettings, changed_keys
 from model.transformer import Transformer
@@ -45,6 +46,7 @@ _STORED = {
         "seen_pieces": (Tensor, NoneType),
         "run_id": (str, NoneType),
         "training_pairs": (str, NoneType),
+        "text_form": (dict, NoneType),
     },
 }
 """Types of a checkpoint's values, except for settings; see `misshapen`."""
@@ -136,6 +138,7 @@ def metadata(recipe: Recipe, tokenizer: Tokenizer, identity: Identity) -> PlainV
         "format_version": FORMAT_VERSION,
         "network": asdict(recipe.network),
         **{name: torch.frombuffer(bytearray(value), dtype=torch.uint8) for name, value in stored.items()},
+        "text_form": tokenizer.form,
         "recipe": recipe.as_dict(),
         **identity._asdict(),
     }
@@ -252,7 +255,9 @@ def _checked(path: Path, contents: PlainValues) -> Checkpoint:
         None if tensor is None else tensor.to(torch.uint8).numpy().tobytes()
         for tensor in (part["tokenizer"], part.get("seen_pieces"))  # Version 1.0 did not store the latter.
     )
-    tokenizer = Tokenizer(model or b"", seen=seen)
+    if (form := part.get("text_form")) is not None and (wrong := misshapen(form, SHAPE, "text_form")):
+        raise ValueError(f"{wrong} is missing or wrong")
+    tokenizer = Tokenizer(model or b"", seen=seen, form=form)
     weights = {
         name.removeprefix(PREFIX): one for name, one in contents["state_dict"].items() if str(name).startswith(PREFIX)
     }

@@ -44,6 +44,7 @@ def make_card(model: TrainedModel, scores: PlainValues, licences: list[str], n_b
         "unk_id": tokenizer.unk_id,
         "bos_id": tokenizer.bos_id,
         "eos_id": tokenizer.eos_id,
+        "text_form": tokenizer.form,
         "max_source_tokens": model.network.positions.max_positions or None,
         "beam_size": decoding.beam_size,
         "length_penalty": decoding.length_penalty,

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from data_module.errors import InputError
-from data_module.files import read_whole
+from data_module.files import PlainValues, misshapen, read_whole
 from data_module.settings import CorpusSettings
+from data_module.tokenization.text_form import SHAPE
 from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
 from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
 from pipeline.config.recipe import Recipe, stored_settings
@@ -83,14 +84,15 @@ def _load_bundle(folder: Path, device: str) -> Translator:
     Raises InputError if a file is missing, damaged or of another format.
     """
     path = folder / PROGRAM_FILE
-    recipe, tokenizer_sha256 = _recipe_of(folder / CARD_FILE)
+    recipe, tokenizer_sha256, form = _recipe_of(folder / CARD_FILE)
     try:
         search = load_torchscript(path, device)
     except RuntimeError:
         raise InputError(f"{path}: is damaged or not a TorchScript file; {START_OVER}") from None
     tokenizer = None
     with suppress(InputError):  # It is refused below.
-        tokenizer = Tokenizer.load(folder / TOKENIZER_NAME)
+        loaded = Tokenizer.load(folder / TOKENIZER_NAME)
+        tokenizer = Tokenizer(loaded.model, seen=loaded.seen, form=form)
     if not tokenizer or (tokenizer.sha256, tokenizer.vocabulary_size) != (tokenizer_sha256, search.vocabulary_size):
         raise InputError(f"{folder}: tokenizer.model, card.json and {path.name} do not belong together; {START_OVER}")
     # The first call compiles, which threads must not do at the same time.
@@ -98,11 +100,13 @@ def _load_bundle(folder: Path, device: str) -> Translator:
     return Translator(search, tokenizer, recipe.decoding, device=device, name=str(path), recipe=recipe.as_dict())
 
 
-def _recipe_of(path: Path) -> tuple[Recipe, str]:
-    """Return the recipe in a bundle's card and the tokenizer's hash; raise InputError if it is no card."""
+def _recipe_of(path: Path) -> tuple[Recipe, str, PlainValues | None]:
+    """Return a bundle's recipe, hash of the tokenizer and form of training text; raise InputError if it is no card."""
     card = parse_card(path, read_whole(path))
     try:
-        return stored_settings(card.get("recipe"), Recipe, ""), str(card.get("tokenizer_sha256"))
+        if (form := card.get("text_form")) is not None and (wrong := misshapen(form, SHAPE, "text_form")):
+            raise ValueError(f"{wrong} is missing or wrong")
+        return stored_settings(card.get("recipe"), Recipe, ""), str(card.get("tokenizer_sha256")), form
     except ValueError as error:
         raise InputError(f"{path}: is no card of a bundle: {str(error)[:300]}; {START_OVER}") from None
 

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from data_module.corpus.pairs import open_reader, read_pairs
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings
+from data_module.tokenization.text_form import difference
 from data_module.tokenization.tokenizer import SPACE_MARK, Tokenizer
 from pipeline.inference.options import Prefixes
 from pipeline.inference.text_io import Defects, SentenceWarnings
@@ -35,7 +36,11 @@ def encode_sources(
         lacks_prefix = prefixes is not None and prefixes.is_missing(sentence)
         strange = ("", "") if never_seen.isdisjoint(ids) else _first_strange(tokenizer, sentence, ids, never_seen)
         other_form = tokenizer.knows_other_form(sentence, whole)
-        defects.append(Defects(len(whole) > len(ids), *strange, lacks_prefix, SPACE_MARK in sentence, other_form))
+        differs = None
+        if tokenizer.form is not None:
+            differs = difference(tokenizer.form, prefixes is None, sentence, prefixes is not None and prefixes.always)
+        has_mark = SPACE_MARK in sentence
+        defects.append(Defects(len(whole) > len(ids), *strange, lacks_prefix, has_mark, other_form, differs))
     return rows, defects
 
 

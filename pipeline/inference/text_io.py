@@ -1,6 +1,7 @@
 """Line-by-line text input for the commands, and the progress bar that they share."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import suppress
 from itertools import zip_longest
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 from data_module.errors import InputError
 from data_module.text_files import BYTE_ORDER_MARK, LineWarning, StrayMarks, num_lines, open_file
+from data_module.tokenization.text_form import ENOUGH, Difference
 from data_module.tokenization.tokenizer import SPACE_MARK, is_blank
 from pipeline.inference.options import Prefixes
 from pipeline.runtime.console import print_above_bars
@@ -32,6 +34,8 @@ class Defects(NamedTuple):
     """It holds sentencepiece's mark of a space."""
     has_other_form: bool = False
     """The vocabulary has more of its characters in another Unicode normal form."""
+    differs: Difference | None = None
+    """How it differs in form from the training text; None if it is empty or nothing is known."""
 
 
 class SentenceWarnings:
@@ -48,22 +52,36 @@ class SentenceWarnings:
             "accents in another normal form than the training text's; convert the text (uconv -x any-nfc, or any-nfd)",
         )
         self._warnings = [LineWarning(message, name) for message in messages]  # in the order of `Defects`
+        self._name, self._num_lines = name, Counter[bool]()
+        self._differences: dict[tuple[bool, str], tuple[LineWarning, Counter[str]]] = {}
 
     def add(self, number: int, defects: Defects) -> None:
         """Count line `number`."""
-        for warning, defect in zip(self._warnings, defects, strict=True):
+        *of_line, differs = defects
+        for warning, defect in zip(self._warnings, of_line, strict=True):
             if defect:
                 warning.add(number, defect if isinstance(defect, str) else "")
+        if differs is None:
+            return
+        self._num_lines[differs.is_target] += 1
+        if differs.text:
+            found = LineWarning(differs.text, self._name), Counter[str]()
+            warning, counts = self._differences.setdefault((differs.is_target, differs.text), found)
+            warning.add(number)
+            counts.update(lines=1, words=differs.weight)
 
-    def texts(self, unit: str) -> list[str]:
-        """Return a text for each defect that occurred; see `LineWarning.text`."""
-        return [text for warning in self._warnings if (text := warning.text(unit))]
+    def texts(self, unit: str = "line") -> list[str]:
+        """Return a text for each defect that occurred, and for another form that most lines have; see `LineWarning`."""
+        warnings = list(self._warnings)
+        for (is_target, _), (warning, counts) in self._differences.items():
+            if counts["words"] >= ENOUGH and 2 * counts["lines"] > self._num_lines[is_target]:
+                warnings.append(warning)
+        return [text for warning in warnings if (text := warning.text(unit))]
 
     def print(self) -> None:
         """Print the warnings on standard error."""
-        for warning in self._warnings:
-            if text := warning.text():
-                print_above_bars(text)
+        for text in self.texts():
+            print_above_bars(text)
 
 
 def count_lines(path: Path) -> int | None:

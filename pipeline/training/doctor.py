@@ -9,9 +9,9 @@ from pathlib import Path
 
 from data_module.corpus.builder import check_vocabulary_size
 from data_module.corpus.checks import TextChecker, given_tokenizer, size_warnings, source_warnings
-from data_module.corpus.manifest import is_corpus
+from data_module.corpus.manifest import corpus_tokenizer, is_corpus
 from data_module.errors import InputError, printable
-from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
+from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.checkpointing.run_folder import is_in_use, settings_of_ranks
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.config.settings import validate_trainer_keys
@@ -116,7 +116,7 @@ def check_texts(plan: Plan, texts: TextChecker, report: Report) -> None:
         report.note(line)
     tokenizer, is_prepared = plan.tokenizer, is_corpus(plan.recipe.corpus_folder())
     if is_prepared:
-        tokenizer = Tokenizer.load(plan.recipe.corpus_folder() / TOKENIZER_NAME).also_seen(tokenizer)
+        tokenizer = corpus_tokenizer(plan.recipe.corpus_folder()).also_seen(tokenizer)
     elif (tokenizer := given_tokenizer(settings, tokenizer)) is not None:
         tokenizer = Tokenizer(tokenizer.model)  # The pieces that training will have seen are not known yet.
     # Otherwise vocabulary and weights come from another run or an earlier start of this one.

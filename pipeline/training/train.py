@@ -7,11 +7,11 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from data_module.corpus.manifest import Manifest
+from data_module.corpus.manifest import Manifest, corpus_tokenizer
 from data_module.corpus.preparation import existing_corpus, in_use
 from data_module.errors import SCRIPTS
 from data_module.settings import CorpusSettings
-from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
+from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.checkpointing.checkpoint import NO_IDENTITY, Identity
 from pipeline.checkpointing.run_folder import RunFolder, count_start, latest_valid, step_of
 from pipeline.config.recipe import Recipe
@@ -44,7 +44,7 @@ def follow(plan: Plan, folder: RunFolder | None) -> None:
     if plan.tokenizer is not None:
         # Another process may have prepared the corpus since the plan was made.
         check_vocabulary(plan.recipe, plan.tokenizer, "what this run continues")
-    tokenizer = resume.tokenizer if resume else Tokenizer.load(corpus / TOKENIZER_NAME).also_seen(plan.tokenizer)
+    tokenizer = resume.tokenizer if resume else corpus_tokenizer(corpus).also_seen(plan.tokenizer)
     identity = NO_IDENTITY
     with ExitStack() as stack:
         if folder is not None:

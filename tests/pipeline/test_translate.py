@@ -13,6 +13,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+import torch
 
 import pipeline as pipeline_api
 from data_module.text_files import progress_bar
@@ -109,6 +110,29 @@ def test_n_best_with_scores(trained_run: Path, tmp_path: Path) -> None:
     best = translate()
     assert best == [rows[place][1:] for place in (0, 3, 4)]
     assert float(translate("--length-penalty", "0")[0][0]) < float(best[0][0])
+
+
+def test_another_form_is_noted_from_the_corpus_to_the_bundle(
+    trained_run: Path, tiny_corpus: Path, bundle: Path, tmp_path: Path
+) -> None:
+    lines, note = [" ".join("thedogseesacat")] * 3, "3 lines, 1, 2, 3: spaces where training text had none"
+    (tmp_path / "text").write_text("".join(f"{line}\n" for line in lines))
+    (tmp_path / "target").write_text("the dog sees a cat\n" * 3)
+    form = json.loads((tiny_corpus / "manifest.json").read_text())["text_form"]
+    assert json.loads((bundle / "card.json").read_text())["text_form"] == form
+    for model in (trained_run, bundle):
+        for name, count in (("text", 1), ("target", 0)):
+            assert run_here("translate", model, "--source", tmp_path / name)[1].count(note) == count
+    for command, option in (("evaluate", "--reference"), ("score", "--target")):
+        said = run_here(command, trained_run, "--source", tmp_path / "text", option, tmp_path / "target")[1]
+        assert said.count(f"{note}; write") == 1
+    with pytest.warns(UserWarning, match="sentences") as caught:
+        pipeline_api.load(trained_run).translate(lines)
+    assert [str(one.message).startswith(note.replace("lines", "sentences")) for one in caught].count(True) == 1
+    contents = torch.load(trained_run / "checkpoints" / "best.ckpt", weights_only=True)
+    assert contents["translation"].pop("text_form") == form
+    torch.save(contents, tmp_path / "old.ckpt")
+    assert note not in run_here("translate", tmp_path / "old.ckpt", "--source", tmp_path / "text")[1]
 
 
 class Asker(StringIO):
