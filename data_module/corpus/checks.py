@@ -1,6 +1,7 @@
 """Checks of a recipe's `corpus:` section before anything expensive is done, for `prepare`, `fit` and `doctor`."""
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -296,6 +297,13 @@ def source_warnings(settings: CorpusSettings, checked: TextChecker) -> list[str]
     warnings += form_notes(checked.text_form())
     if any(map(is_composed, set().union(*(source.characters for source in every)))):
         warnings += [line for source in every for line in source.decomposed]
+    languages = dict.fromkeys((settings.source_language, settings.target_language))
+    own_case = [name for name in languages if re.match(r"(el|tr|az)(?![^\W_])", name.lower())]
+    if settings.lowercase and own_case:
+        warnings.append(
+            f"corpus.lowercase: letters are lower-cased one by one, not by the rules of {' and '.join(own_case)}: Σ is"
+            " always σ, I is i, and İ is i and a dot; lower-case the text beforehand by those rules, or keep this one"
+        )
     if settings.is_varied() and settings.variants == 1:
         warnings.append(
             "corpus.variants 1: all epochs train on the same noise and segmentation; raise it, for example to 8, for"

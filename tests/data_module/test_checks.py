@@ -119,6 +119,20 @@ def test_accents_that_are_characters_of_their_own(tmp_path: Path) -> None:
     assert warnings_of(settings_of(tmp_path, [mixed], one))[0].startswith(f"{mixed.target}: line 3: accents are")
 
 
+@pytest.mark.parametrize(
+    ("source", "target", "named"),
+    [("el", "tr_TR", "el and tr_TR"), ("en", "az", "az"), ("elx", "en", None), ("en", "de+fr", None)],
+)
+def test_lower_case_letter_by_letter(tmp_path: Path, source: str, target: str, named: str | None) -> None:
+    text = text_of(tmp_path, "train", ["a@@ b"] * 30, ["b"] * 30)
+    settings = replace(settings_of(tmp_path, [text], text), source_language=source, target_language=target)
+    parts, *others = warnings_of(settings)
+    assert parts.startswith("corpus.train: 100% of its source lines have words in parts (@@)")
+    found = warnings_of(replace(settings, lowercase=True))[1 + len(others) :]
+    assert [named in line for line in found if named] == [True] * bool(named)
+    assert len(found) == bool(named)
+
+
 def test_a_run_that_takes_a_tokenizer_over_may_have_little_text(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
