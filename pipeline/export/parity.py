@@ -2,8 +2,9 @@
 
 The truth is the checkpoint's network in float64. Searches in float32 agree with it up to a tolerance that follows from
 the network and the text, not from a processor: the change of an answer's log-probability when the float64 network gets
-noise of float32's rounding. A format may choose other tokens than the checkpoint only in a tie: when the true scores
-differ by at most twice the tolerance. The beam searches of other programs, and int8 and bfloat16, are only reported.
+noise of float32's rounding, and the rounding of the softmax's sums over the vocabulary, added one term after another. A
+format may choose other tokens than the checkpoint only in a tie: when the true scores differ by at most twice the
+tolerance. The beam searches of other programs, and int8 and bfloat16, are only reported.
 """
 
 import copy
@@ -15,6 +16,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -94,14 +96,17 @@ class Truth:
     def log_probabilities(self, pairs: Sequence[Pair]) -> list[float]:
         """Return log P(answer | source) of each pair. Results are cached, since most formats have the same answers."""
         unknown = [pair for pair in dict.fromkeys(pairs) if pair not in self._known]
-        self._known |= zip(unknown, self._forced(unknown), strict=True)
+        self._known |= zip(unknown, self._forced(unknown, lambda logits: logits.log_softmax(-1)), strict=True)
         return [self._known[pair] for pair in pairs]
 
     def tolerance(self, pairs: Sequence[Pair]) -> float:
         """Return the tolerance: how far a log-probability in float32 may be from the truth.
 
         Some of the pairs, of all lengths, are computed again with noise of float32's precision on the output of each
-        layer and of the softmax. The precision of their sum is added, since a search sums in float32.
+        layer and of the softmax. The precision of their sum is added, since a search sums in float32. In the softmax's
+        sum, each of the many terms is rounded to the precision of the whole, often in one direction, and for a barely
+        trained network in the same one for all tokens; it is computed as it is, without a factor. A program that keeps
+        several partial sums rounds less.
         """
         precision, generator = torch.finfo(torch.float32).eps, torch.Generator().manual_seed(0)
 
@@ -115,17 +120,25 @@ class Truth:
         some = sorted(pairs, key=lambda pair: -len(pair[1]))[:: math.ceil(len(pairs) / DISTURBED_ANSWERS)]
         true = torch.tensor(self.log_probabilities(some) * DISTURBANCES, dtype=torch.float64)
         with register_module_forward_hook(disturb):
-            disturbed = torch.tensor(self._forced(some * DISTURBANCES, noise), dtype=torch.float64)
-        return SAFETY * float(((disturbed - true).abs() + precision * true.abs()).max())
-
-    def _forced(self, pairs: Sequence[Pair], noise: Callable[[Tensor], Tensor] | None = None) -> list[float]:
-        def log_softmax(states: Tensor) -> Tensor:
-            logits = self.network.logits(states)
             # The softmax subtracts numbers as large as logits, even where the result is near 0.
-            return logits.log_softmax(-1) + (noise(logits) if noise else 0.0)
+            forced = self._forced(some * DISTURBANCES, lambda logits: logits.log_softmax(-1) + noise(logits))
+        disturbed = torch.tensor(forced, dtype=torch.float64)
+        sums = torch.tensor(self._forced(some, _sum_rounding) * DISTURBANCES, dtype=torch.float64)
+        return float((SAFETY * ((disturbed - true).abs() + precision * true.abs()) + sums).max())
 
+    def _forced(self, pairs: Sequence[Pair], of_logits: Callable[[Tensor], Tensor]) -> list[float]:
+        """Return, for each pair, the sum of what a function of the logits [L, V] gives the answer's tokens."""
         sources, answers = [source for source, _ in pairs], [answer for _, answer in pairs]
-        return score_pairs(self.network, log_softmax, self.tokenizer, sources, answers)
+        return score_pairs(
+            self.network, lambda states: of_logits(self.network.logits(states)), self.tokenizer, sources, answers
+        )
+
+
+def _sum_rounding(logits: Tensor) -> Tensor:
+    """Return, for logits [L, V], by how much a sum of exponentials in float32 changes log-probabilities [L, V]."""
+    terms = (logits - logits.amax(-1, keepdim=True)).exp()
+    one_by_one = torch.from_numpy(np.add.accumulate(terms.float().numpy(), axis=-1)[:, -1:])  # torch sums in float64
+    return (one_by_one.double() / terms.sum(-1, keepdim=True)).log().abs().expand_as(logits)
 
 
 class Parity:

@@ -1,6 +1,7 @@
 """How a format's answers compare with the checkpoint's: counts, bounds and figures, by numbers worked out by hand."""
 
 import copy
+import math
 import time
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from pipeline.export.formats import FORMATS, Answer, Search, own_search
-from pipeline.export.parity import Parity, Text
+from pipeline.export.parity import Parity, Text, _sum_rounding
 from tests.model.search_truth import forced_log_probability
 from tests.pipeline.test_export import TEXT, make_model, stops_at_first
 
@@ -116,6 +117,24 @@ def test_the_tolerance_holds_for_a_network_that_is_certain(tokenizer: Tokenizer)
     parity = Parity(model, TEXT)
     assert 1e-9 < parity.judge(parity.greedy, greedy=True)["largest_score_difference"] <= parity.tolerance / 2
     assert parity.tolerance < 1e-4
+
+
+def test_the_sum_over_many_pieces_is_rounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal terms are rounded in one direction; the tolerance grows with the vocabulary and the answers' lengths."""
+    for num_pieces, least in ((20, 0.0), (70_000, 1e-5)):
+        logits = torch.full((2, num_pieces), -2.3, dtype=torch.float64)
+        logits[:, 0] = 0.0
+        total = torch.tensor(0.0)
+        for term in logits[0].exp().float():
+            total += term
+        expected = abs(math.log(total.double() / logits[0].exp().sum()))
+        assert _sum_rounding(logits).tolist() == [[pytest.approx(expected, abs=1e-12)] * num_pieces] * 2
+        assert least <= expected < max(least, 1e-6) * 1e3
+    parity = Parity(make_model(tokenizer), TEXT)
+    pairs = [(source, answer.tokens) for source, [answer] in zip(parity.sources, parity.greedy, strict=True)]
+    monkeypatch.setattr("pipeline.export.parity._sum_rounding", lambda logits: torch.full_like(logits, 1e-3))
+    longest = max(len(tokens) for _, tokens in pairs)
+    assert 0.9e-3 * longest < parity.truth.tolerance(pairs) < 1.1e-3 * longest
 
 
 @pytest.mark.parametrize(("factor", "said"), [(1e4, "nearly diverged"), (float("nan"), "scores are not finite")])
