@@ -79,10 +79,7 @@ class NetworkSettings:
         return self.d_model // self.num_heads if self.d_v is None else self.d_v
 
     def __post_init__(self) -> None:
-        sizes, largest = (
-            ("d_model", "d_ff", "num_heads", "d_k", "d_v"),
-            1_000_000,
-        )  # Products of three fit into 64 bits.
+        sizes, largest = ("d_model", "d_ff", "num_heads", "d_k", "d_v"), 10**6  # Products of three fit into 64 bits.
         check_range(self, "network", f"{largest:,} or less", lambda size: size <= largest, *sizes)
         check_range(self, "network", "10,000 or less", lambda depth: depth <= 10_000, *_DEPTH_KEYS)
         check_range(self, "network", "1 or more", lambda size: size >= 1, *sizes, "max_positions", *_DEPTH_KEYS)
