@@ -48,6 +48,8 @@ EVENT_FILES = "events.out.tfevents."
 """Prefix of the names of TensorBoard's event files."""
 AVERAGES = "average*.ckpt"
 """Pattern of the names of averaged checkpoints in a run folder."""
+_OWN_AVERAGES = ("average-last-[0-9]*.ckpt", "average-best-[0-9]*.ckpt")
+"""Those that `average` writes without `--output`."""
 RUN_ID = "run_id"
 """The run's identity, which each of its checkpoints has too. Only the first start writes it, and `--fresh`."""
 STOPPED_EARLY = "stopped-early.json"
@@ -73,7 +75,7 @@ _REMOVED = {
     "checkpoints/around-best": _CHECKPOINT_FILES,
     "checkpoints": _CHECKPOINT_FILES,
     EVENTS: (f"{EVENT_FILES}*", "embeddings.*", "projector_config.pbtxt"),
-    "": (STOPPED_EARLY, METRICS, SUMMARY, STARTS, AVERAGES, RUN_ID, ".fresh-*"),
+    "": (STOPPED_EARLY, METRICS, SUMMARY, STARTS, *_OWN_AVERAGES, RUN_ID, ".fresh-*"),
 }
 """What `--fresh` removes of a run: patterns of file names by folder, which may be a link to another disk."""
 
@@ -214,9 +216,17 @@ def check_writable(path: Path, *, fresh: bool = False) -> None:
         raise InputError(
             f"{around_best}: is on another disk than {checkpoints}; move it there, or give another run.folder"
         )
-    for file in _files_to_remove(path) if fresh else ():
+    if not fresh:
+        return
+    for file in _files_to_remove(path):
         if error := pinned(file):
             raise InputError(f"{file}: cannot be removed ({error}); give another run.folder")
+    for file in sorted(path.glob(AVERAGES)):
+        if not any(fnmatchcase(file.name, name) for name in _OWN_AVERAGES):
+            raise InputError(
+                f"{file}: has a name that you gave it, so --fresh keeps it, and would be taken for an average of the"
+                " new run; move it out of that folder"
+            )
 
 
 def _folder_error(folder: Path) -> str | None:

@@ -382,6 +382,16 @@ def test_removing_a_run_empties_linked_folders_and_keeps_the_links(recipe: Recip
     assert not (run / "tensorboard" / "events.out.tfevents.1").exists()
 
 
+def test_an_average_that_the_user_named_is_kept(recipe: Recipe) -> None:
+    run = write_run(recipe)
+    (run / "average-last-5.ckpt").touch()
+    check_writable(run, fresh=True)
+    (run / "average-of-mine.ckpt").touch()
+    check_writable(run)
+    with pytest.raises(InputError, match=r"average-of-mine\.ckpt: has a name that you gave it.* move it out"):
+        check_writable(run, fresh=True)
+
+
 def test_what_cannot_be_removed_is_named(recipe: Recipe) -> None:
     run = write_run(recipe)
     stuck = run / "checkpoints" / "step=00000008.ckpt"
