@@ -42,22 +42,23 @@ be well below SLURM's KillWait (30 s by default), after which the ranks left are
 
 SUSPENDED_SECONDS = 10.0
 """A process whose clock jumps by less may only have been slow."""
-_SUSPENDED = "was suspended for"
+_SUSPENDED, _NOBODY = "was suspended for", "no rank has died or hangs"
 
 
 @contextmanager
-def suspension_in_one_line() -> Iterator[None]:
-    """Raise RendezvousError in place of an error that comes from this process's suspension, as `GracefulStop` notes it.
+def known_failures_in_one_line() -> Iterator[None]:
+    """Raise RendezvousError in place of a collective's error whose cause `GracefulStop` has noted.
 
-    SLURM and users suspend processes by SIGSTOP. All ranks then find that the others have been silent for too long.
+    The cause is another rank, or that this process was suspended: SLURM and users do so by SIGSTOP, and all ranks then
+    find that the others have been silent for too long. Where no cause is known, the traceback stays.
     """
     try:
         yield
     except RuntimeError as error:
-        for note in getattr(error, "__notes__", ()):
-            if _SUSPENDED in note:
-                raise RendezvousError(f"{note}; run the same command to resume from the last checkpoint") from None
-        raise
+        notes = getattr(error, "__notes__", ())
+        if not notes or not is_collective_error(error) or f": {_NOBODY}" in notes[-1]:
+            raise
+        raise RendezvousError(f"{notes[-1]}; run the same command to resume from the last checkpoint") from None
 
 
 class StopConsensus:
@@ -162,7 +163,8 @@ class FailureReport:
             if kind == "failed":
                 return f"{self._names[rank]} failed: {message}"
         silent = [name for rank, name in enumerate(self._names) if rank not in reports]
-        return f"{', '.join(silent) or 'no rank'} has died or hangs; {here} waited for it"
+        missing = f"{', '.join(silent)} has died or hangs" if silent else _NOBODY
+        return f"{missing}; {here} waited for it"
 
     def _post(self, report: str) -> None:
         self._store.set_timeout(timedelta(seconds=ANSWER_SECONDS))

@@ -23,7 +23,7 @@ from pipeline.runtime.devices import TrainerOptions, allow_tf32
 from pipeline.runtime.launch import node_name, process_rank
 from pipeline.training.build import build_callbacks, build_data, build_module, build_trainer
 from pipeline.training.checks import check_start, check_trainer, memory_of_weights
-from pipeline.training.graceful_stop import suspension_in_one_line
+from pipeline.training.graceful_stop import known_failures_in_one_line
 from pipeline.training.new_corpus import prepare_and_report
 from pipeline.training.recipe_checks import Report
 from pipeline.training.start import Plan, Start, check_pairs, check_vocabulary, finished_reason
@@ -107,7 +107,7 @@ def train(start: Start) -> None:
         if text_sources := data.validation_sources():
             module.report_sources(text_sources.names, torch.from_numpy(text_sources.of_pair))
         trainer = build_trainer(start, options, build_callbacks(start, data, backend))
-        with signals.keyboard_interrupt_recorded(), suspension_in_one_line():
+        with signals.keyboard_interrupt_recorded(), known_failures_in_one_line():
             path = plan.resume.path if plan.resume else None
             trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
 

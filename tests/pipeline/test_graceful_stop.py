@@ -33,7 +33,7 @@ from pipeline.runtime.console import RendezvousError, quiet_lightning
 from pipeline.runtime.signals import Stopped
 from pipeline.runtime.step_clock import StepClock
 from pipeline.training import graceful_stop
-from pipeline.training.graceful_stop import FailureReport, GracefulStop, StopConsensus, suspension_in_one_line
+from pipeline.training.graceful_stop import FailureReport, GracefulStop, StopConsensus, known_failures_in_one_line
 from tests.conftest import ALONE, ROOT
 
 SERVER = multiprocessing.get_context("forkserver")
@@ -369,7 +369,7 @@ def go_on_after_a_suspension(folder: Path, tokenizer: Path, seconds: float) -> s
     real = time.monotonic
     time.monotonic = lambda: real() + seconds
     try:
-        with suspension_in_one_line():
+        with known_failures_in_one_line():
             try:
                 raise RuntimeError("[gloo] Timed out waiting for recv")
             except RuntimeError as error:
@@ -392,6 +392,31 @@ def test_a_rank_says_that_it_was_suspended(tiny_corpus: Path, tmp_path: Path, se
                 rf"RendezvousError: step 0: rank {rank} on node-{rank} was suspended for 9\d s, and run.timeout_seconds"
             )
             assert re.fullmatch(rf"{words} .*; run the same command to resume from the last checkpoint", said)
+
+
+def fail_as_rank_1(folder: Path, tokenizer: Path, rank: int) -> str:
+    """Get an error of the rank's own as rank 1, and a collective's as rank 0; return how the program reports it."""
+    callback, trainer, module = make_callback(folder, tokenizer)
+    callback.on_fit_start(trainer, module)
+    try:
+        with known_failures_in_one_line():
+            try:
+                raise RuntimeError("[gloo] Connection closed by peer" if rank == 0 else "a loader was killed")
+            except RuntimeError as error:
+                callback.on_exception(trainer, module, error)
+                raise
+    except (RuntimeError, RendezvousError) as error:
+        dist.barrier()
+        return f"{type(error).__name__}: {error}"
+
+
+def test_the_failure_of_another_rank_is_one_line(tiny_corpus: Path, tmp_path: Path) -> None:
+    arguments = tmp_path, tiny_corpus / "tokenizer.model"
+    assert results(tmp_path, fail_as_rank_1, (*arguments, 0), (*arguments, 1)) == [
+        "RendezvousError: step 0: rank 1 on node-1 failed: RuntimeError: a loader was killed; run the same command to"
+        " resume from the last checkpoint",
+        "RuntimeError: a loader was killed",
+    ]
 
 
 def call_a_rank_that_hangs(rank: int) -> str:
