@@ -224,7 +224,7 @@ def open_closed_streams() -> None:
         if getattr(sys, name) is None:
             descriptor = os.open(os.devnull, os.O_RDWR)  # It gets the number of the closed one.
             os.set_inheritable(descriptor, True)
-            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8"))
+            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
 
 
 def use_utf8() -> None:

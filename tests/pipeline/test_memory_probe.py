@@ -282,6 +282,9 @@ def test_a_killed_loader_process_is_told_in_one_line(
         r"runs out; ask for more memory, or lower batches\.workers; the run resumes from step 4",
         str(failed.value),
     )
+    for process in multiprocessing.active_children():  # The other one belongs to the Trainer that the error refers to.
+        process.kill()
+        process.join()
 
 
 @pytest.mark.parametrize(
