@@ -1,8 +1,8 @@
 """Divide a global batch into rows of constant length, for each rank.
 
 A *row* holds the source or the target sentences of one micro-batch, one after another, and padding after the last one.
-For flash attention, all micro-batches have rows of the same two lengths, so that a GPU always
-runs the same shapes. Lengths include EOS.
+For flash attention, all micro-batches have rows of the same two lengths, so that a GPU always runs the same shapes.
+Lengths include EOS.
 """
 
 from math import ceil

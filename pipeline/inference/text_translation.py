@@ -23,9 +23,8 @@ from pipeline.inference.text_io import CHUNK, SentenceWarnings, count_lines, req
 from pipeline.inference.translator import Translator
 from pipeline.runtime.console import Failure, report
 
-_NOT_IN_TRANSLATIONS = {"checkpoint", "source", "output", "shard_lines", "devices", "overrides", "target_prefixes"} | {
-    "interactive"
-}
+_NOT_IN_TRANSLATIONS = {"checkpoint", "source", "output", "shard_lines", "devices", "overrides"}
+_NOT_IN_TRANSLATIONS |= {"target_prefixes", "interactive"}
 """Arguments that do not change translations, or that name files whose contents are compared."""
 
 
