@@ -22,8 +22,7 @@ from data_module.tokenization.tokenizer import (
     SPECIAL_NAMES,
     TOKENIZER_NAME,
     Tokenizer,
-    is_composed,
-    is_decomposed,
+    normal_form,
     normalize_white_space,
 )
 
@@ -254,10 +253,10 @@ class TextChecker:
                 self.held_out[split].update(zip(prefixed.source, prefixed.target, strict=True))
             for name, sentences in zip(chunk.names, (chunk.source, chunk.target), strict=True):
                 side = "\n".join(sentences)
-                if is_decomposed(side):
+                if normal_form(side) == "NFD":
                     note = decomposed.setdefault(name, LineWarning(_DECOMPOSED, name))
                     for number, sentence in enumerate(sentences, chunk.first_line):
-                        if is_decomposed(sentence):
+                        if normal_form(sentence) == "NFD":
                             note.add(number)
                 if text.prefix and text.prefix in side:
                     index = next(i for i, sentence in enumerate(sentences) if text.prefix in sentence)
@@ -295,7 +294,7 @@ def source_warnings(settings: CorpusSettings, checked: TextChecker) -> list[str]
     train, every = checked.found["train"], list(chain.from_iterable(checked.found.values()))
     warnings = [line for source in every for line in source.marks]
     warnings += form_notes(checked.text_form())
-    if any(map(is_composed, set().union(*(source.characters for source in every)))):
+    if normal_form("\n".join(set().union(*(source.characters for source in every)))) == "NFC":
         warnings += [line for source in every for line in source.decomposed]
     languages = dict.fromkeys((settings.source_language, settings.target_language))
     own_case = [name for name in languages if re.match(r"(el|tr|az)(?![^\W_])", name.lower())]

@@ -6,7 +6,7 @@ Only data files are read. Code that comes with a data set is never run.
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
@@ -14,17 +14,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import yaml
-
 from data_module.corpus.readers import Reader, as_lines
 from data_module.errors import InputError, install, require_package
-from data_module.files import read_whole
 
 _CHUNK_ROWS = 10_000
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})\.")
-
-_BASE_60 = re.compile(rb"\d(:[0-5]?\d){50}")
-"""A part of a number such as 1:1:1:..., whose reading takes a time that grows with the square of its length."""
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +118,6 @@ def _open(name: str, subset: str | None, split: str) -> tuple[Any, dict[str, Pat
     if is_local:
         if not Path(name).is_dir():
             raise InputError(f"{name}: a file, not a data set; name the folder that it is in")
-        _refuse_other_places(name, path, _places_in_card(path))  # The library would look up an address.
     else:
         log.info("fetching %s from the Hugging Face hub, except its files in the cache", name)
     builder = _builder(datasets, path, subset)
@@ -137,7 +130,11 @@ def _open(name: str, subset: str | None, split: str) -> tuple[Any, dict[str, Pat
     shards = max((int(count) for file in files for count in _SHARD.findall(file)), default=0)
     if len(files) < shards:
         raise InputError(f"{name}: only {len(files)} of the {shards} files of {split!r} exist; fetch the others")
-    _refuse_other_places(name, builder.base_path, files)
+    for file in files:  # Links in a folder may lead elsewhere.
+        inner = file.removeprefix(f"{builder.base_path}/")
+        whole = Path(os.path.normpath(Path(builder.base_path, inner)))
+        if "://" in inner or not whole.is_relative_to(builder.base_path):
+            raise InputError(f"{name}: its card names {file}, outside the folder; put the file into the folder")
     names = [f"{name}/{file.removeprefix(builder.base_path + '/')}" for file in files]
     paths = files if is_local else datasets.DownloadManager().download(files)
     return builder, dict(zip(names, map(Path, paths), strict=True))
@@ -167,31 +164,6 @@ def _builder(datasets: ModuleType, path: str, subset: str | None) -> Any:
             if subset:
                 return datasets.load_dataset_builder(path, data_dir=subset)
         raise
-
-
-def _places_in_card(folder: str) -> list[str]:
-    """Return all text in the `configs` of a local data set's card, among it the names of files."""
-    page, extra, texts = Path(folder, "README.md"), Path(folder, ".huggingface.yaml"), []
-    for card in filter(Path.is_file, (page, extra)):
-        if _BASE_60.search(read_whole(card)):
-            raise InputError(f"{card}: has a number of base 60, which would take long to read; put it in quotes")
-    if page.is_file():
-        card = require_package("huggingface_hub", "datasets").DatasetCard.load(page).data
-        texts.append(yaml.safe_dump(card.to_dict().get("configs")))
-    if extra.is_file():
-        texts.append(read_whole(extra).decode())
-    return [token.value for text in texts for token in yaml.scan(text) if isinstance(token, yaml.ScalarToken)]
-
-
-def _refuse_other_places(name: str, folder: str, places: Iterable[str]) -> None:
-    """Raise InputError for a file that is not below a data set's folder, or its address on the hub.
-
-    Links in a folder may lead elsewhere.
-    """
-    for place in places:
-        inner = place.removeprefix(f"{folder}/")
-        if "://" in inner or not Path(os.path.normpath(Path(folder, inner))).is_relative_to(Path(folder)):
-            raise InputError(f"{name}: its card names {place}, outside the folder; put the file into the folder")
 
 
 @contextmanager

@@ -86,14 +86,16 @@ def is_blank(text: str) -> bool:
     return not any(clean_lines(text))
 
 
-def is_decomposed(text: str) -> bool:
-    """Return whether a letter and an accent of `_MARK` are two characters (NFD) that have a single one (NFC)."""
-    return bool(_MARK.search(text)) and len(unicodedata.normalize("NFC", text)) < len(text)
+def normal_form(text: str) -> Literal["NFC", "NFD"] | None:
+    """Return "NFD" if a letter and an accent of `_MARK` are two characters that have a single one.
 
-
-def is_composed(text: str) -> bool:
-    """Return whether a letter and its accent are one character; see `is_decomposed`."""
-    return is_decomposed(unicodedata.normalize("NFD", text)) and not is_decomposed(text)
+    Return "NFC" if such letters and accents are always one character, None if there are none.
+    """
+    characters = "\n".join(set(text))  # Apart, so that none composes with another. They are few in a long text.
+    if _MARK.search(characters) and len(unicodedata.normalize("NFC", text)) < len(text):
+        return "NFD"
+    apart = unicodedata.normalize("NFD", characters)
+    return "NFC" if _MARK.search(apart) and len(unicodedata.normalize("NFC", apart)) < len(apart) else None
 
 
 class Tokenizer:
@@ -292,8 +294,7 @@ class Tokenizer:
         strange = sum(map(self._strange_ids.__contains__, ids))
         if not strange:
             return False
-        form: Literal["NFC", "NFD"] = "NFC" if is_decomposed(sentence) else "NFD"
-        [others] = self.encode([unicodedata.normalize(form, sentence)])
+        [others] = self.encode([unicodedata.normalize("NFC" if normal_form(sentence) == "NFD" else "NFD", sentence)])
         return sum(map(self._strange_ids.__contains__, others.tolist())) < strange
 
     def proto(self) -> Any:

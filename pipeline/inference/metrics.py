@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from data_module.errors import InputError, require_package
 from data_module.files import PlainValues
 from data_module.registry import Registry
-from data_module.tokenization.tokenizer import is_composed, is_decomposed
+from data_module.tokenization.tokenizer import normal_form
 from pipeline.compat.metrics import chrf_score, chrf_statistics
 from pipeline.config.settings import LIKELIHOOD
 from pipeline.inference.bleu_tokenizer import DEFAULT, language_code
@@ -356,11 +356,11 @@ def reference_warnings(references: list[str], hypotheses: list[str]) -> list[str
     Such references are in lower case or in another Unicode normal form.
     """
     messages = []
-    ours, theirs = (any(map(is_decomposed, lines)) for lines in (hypotheses, references))
-    if ours != theirs and any(map(is_composed, references if ours else hypotheses)):
+    ours, theirs = (normal_form("\n".join(lines)) for lines in (hypotheses, references))
+    if ours and theirs and ours != theirs:
         messages.append(
             f"have accents in another normal form than the translations: scores count them as errors; convert the"
-            f" references (uconv -x any-{'nfd' if ours else 'nfc'})"
+            f" references (uconv -x any-{ours.lower()})"
         )
     punctuated = sum(bool(_PUNCTUATED.search(line)) for line in references)
     tokenized = sum(bool(_TOKENIZED.search(line)) for line in references)
