@@ -1,11 +1,13 @@
 """Messages between ranks: JSON, in tensors or in the key-value store. Nothing is unpickled.
 
-Messages in the store are signed with a key that only the ranks of this start have (`ranks_token.py`), because any
-process that finds the store's port can write to it.
+Messages in the store are signed, because any process that finds the store's port can write to it. The key follows from
+the name of the start, which keeps two starts apart, and from the token in the environment, which is never sent. Without
+a token, strangers can sign as well.
 """
 
 import hmac
 import json
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +17,8 @@ import torch.distributed as dist
 from data_module.errors import printable
 from pipeline.runtime.console import RendezvousError
 
+RANKS_TOKEN = "RANKS_TOKEN"
+"""Environment variable: the secret token of a start. Job scripts and `fit` on one machine give each start another."""
 _MOST_CHARACTERS = 2000
 _MOST_BYTES = 1 << 26
 _key = b""
@@ -27,10 +31,10 @@ class StrangerError(RendezvousError):
     strerror = "another run or program listens there"
 
 
-def set_key(token: str, start: str) -> None:
-    """From now on, sign and check messages with a key that is derived from a token and the name of the start."""
+def set_key(start: str) -> None:
+    """From now on, sign and check messages with a key that is derived from the token and the name of the start."""
     global _key
-    _key = hmac.digest(token.encode(), start.encode(), "sha256")
+    _key = hmac.digest(os.environ.get(RANKS_TOKEN, "").encode(), start.encode(), "sha256")
 
 
 def signature(*parts: str) -> str:

@@ -218,5 +218,4 @@ def build_trainer(start: Start, options: TrainerOptions, callbacks: list[Callbac
     disable_signal_handling(trainer)
     if isinstance(trainer.strategy, ConnectedDDP):
         trainer.strategy.settings = settings_of_ranks(start.plan.recipe)
-        trainer.strategy.folder = start.plan.recipe.run_folder()
     return trainer

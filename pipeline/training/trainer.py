@@ -7,7 +7,6 @@ import socket
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -35,10 +34,8 @@ from pipeline.runtime.launch import (
     main_ports,
     node_name,
     rank_variable,
-    step_nodes,
 )
-from pipeline.runtime.rank_messages import value_of_each_rank
-from pipeline.runtime.ranks_token import RANKS_TOKEN
+from pipeline.runtime.rank_messages import RANKS_TOKEN, value_of_each_rank
 from pipeline.runtime.rendezvous import GROUP_ERRORS, Rendezvous, listen, not_connected, use_loopback
 from pipeline.training.graceful_stop import MARGIN_SECONDS
 
@@ -204,8 +201,6 @@ class ConnectedDDP(SingleStreamDDP):
         self._group_timeout = timeout
         self.settings: Mapping[str, object] = {}
         """Settings that must be the same on all ranks."""
-        self.folder: Path | None = None
-        """The run folder."""
         self._listener: socket.socket | None = None
         self._starts_ranks = False
 
@@ -236,12 +231,15 @@ class ConnectedDDP(SingleStreamDDP):
         assert environment is not None
         rank, size, host = environment.global_rank(), environment.world_size(), environment.main_address
         if isinstance(environment, StepEnvironment):
-            ports, nodes, start = main_ports(), step_nodes(), environment.job.start
+            meeting = Rendezvous.of_job(environment.job)
+            meeting.timeout_seconds = self._patience
         else:
-            ports, nodes, start = [environment.main_port], [], f"{host}-{environment.main_port}"
-        meeting = Rendezvous(
-            *(host, ports, rank, size, self._patience), nodes, start, self.settings, self.folder, self._listener
-        )
+            port = environment.main_port
+            # The store of torchrun's agent still has the keys of earlier starts.
+            start = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
+            meeting = Rendezvous(host, [port], rank, size, self._patience, start=f"{start} {port}")
+            meeting.listener = self._listener
+        meeting.settings = self.settings
         if not self._starts_ranks and (note := waits_for_ranks(environment)):
             meeting.note = f" ({note})"
         store = meeting.connect()

@@ -131,8 +131,8 @@ COUNTED_FROM, NUM_COUNTED = 3, 6
 def count_collectives() -> None:
     """Each rank writes RANK.json to the folder COUNTS: the collectives that ran during NUM_COUNTED steps, by name.
 
-    And the all-reduces called from Python, by data type. DDP reduces gradients without calling Python. Ranks exchange
-    no pickled objects, at any time.
+    And the all-reduces called from Python, by data type, and the addresses at which the rank listens. DDP reduces
+    gradients without calling Python. Ranks exchange no pickled objects, at any time.
     """
     profiler = profile(activities=[torch.profiler.ProfilerActivity.CPU])
     called: Counter[str] = Counter()
@@ -147,7 +147,7 @@ def count_collectives() -> None:
         if module.global_step == COUNTED_FROM + NUM_COUNTED:
             profiler.stop()
             ran = Counter(event.name for event in profiler.events() if event.name.startswith(("gloo:", "nccl:")))
-            counts = {"ran": ran, "called": called}
+            counts = {"ran": ran, "called": called, "listens": listens()}
             (Path(os.environ["COUNTS"]) / f"{module.global_rank}.json").write_text(json.dumps(counts))
         return training_step(module, batch, batch_idx)
 
@@ -164,6 +164,14 @@ def count_collectives() -> None:
     TranslationModule.training_step = count_and_train  # type: ignore[method-assign]
     dist.all_reduce = count_and_reduce
     dist.distributed_c10d._tensor_to_object = unpickle
+
+
+def listens() -> list[str]:
+    """Return the addresses at which this process listens, as Linux has them: in hexadecimal, last byte first."""
+    own = {os.path.realpath(link).rpartition("/")[2] for link in Path("/proc/self/fd").iterdir()}
+    tables = [Path(f"/proc/self/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    sockets = [line.split() for table in tables for line in table]
+    return [fields[1].partition(":")[0] for fields in sockets if fields[3] == "0A" and f"socket:[{fields[9]}]" in own]
 
 
 def compile_network() -> None:

@@ -72,7 +72,10 @@ def test_too_many_skipped_steps_end_the_run(recipe_file: Path, tmp_path: Path) -
 
 
 def test_a_step_reduces_its_gradients_once(recipe_file: Path, tmp_path: Path) -> None:
-    """One all-reduce of the gradients and one of the stop flags, and no other collective."""
+    """One all-reduce of the gradients and one of the stop flags, and no other collective. They unpickle nothing.
+
+    They listen at 127.0.0.1 alone, so that no other machine can connect to them.
+    """
     # Several micro-batches per rank and step; all parameters fit into one bucket.
     options = ["--batches.max_tokens_per_device", 100, "--trainer.devices", 2]
     options += ["--run.log_every_steps", 100, "--run.checkpoint_every_steps", 100, "--trainer.val_check_interval", 100]
@@ -83,6 +86,7 @@ def test_a_step_reduces_its_gradients_once(recipe_file: Path, tmp_path: Path) ->
         # The stop flag is one byte, reduced asynchronously in a process group of its own.
         assert counts["called"] == {"torch.uint8": NUM_COUNTED}
         assert counts["ran"] == {"gloo:all_reduce": 2 * NUM_COUNTED}
+        assert set(counts["listens"]) == {"0100007F"}
 
 
 @pytest.mark.slow

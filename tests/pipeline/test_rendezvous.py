@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import socket
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -26,9 +25,8 @@ from data_module.errors import InputError
 from pipeline.runtime import rendezvous, signals
 from pipeline.runtime.console import RendezvousError
 from pipeline.runtime.launch import RANKS_MISSING
-from pipeline.runtime.rank_messages import StrangerError, post, read, set_key, signed, verified
-from pipeline.runtime.ranks_token import RANKS_TOKEN, find_token, remove_token, write_token
-from pipeline.runtime.rendezvous import _STORE, Rendezvous, _own_part, patience_seconds
+from pipeline.runtime.rank_messages import RANKS_TOKEN, StrangerError, post, read, set_key, signature, signed, verified
+from pipeline.runtime.rendezvous import _STORE, Rendezvous, patience_seconds
 from pipeline.training.trainer import ConnectedDDP
 from tests.conftest import refusal, run_here
 
@@ -68,17 +66,18 @@ def meet(
     ranks: list[int],
     timeout_seconds: float = PATIENCE_SECONDS,
     listener: socket.socket | None = None,
+    start: str = "7.0.0",
 ) -> list[Any]:
     """Let some ranks of a start meet, each in a thread; return their stores, or in place of one why it has none."""
     found: list[Any] = [None] * len(ranks)
 
     def connect(index: int) -> None:
         rank = ranks[index]
-        meeting = Rendezvous(HOST, ports, rank, size, timeout_seconds, ["here", "there"], start="7.0.0")
+        meeting = Rendezvous(HOST, ports, rank, size, timeout_seconds, ["here", "there"], start)
         meeting.listener = None if rank else listener
         try:
             found[index] = meeting.connect()
-        except RendezvousError as error:
+        except (InputError, RendezvousError) as error:
             found[index] = str(error)
 
     threads = [threading.Thread(target=connect, args=(index,), daemon=True) for index in range(len(ranks))]
@@ -94,13 +93,33 @@ def all_have_met(found: list[Any]) -> bool:
 
 
 def test_ranks_that_torchrun_has_started_again_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent's store still has what rank 0 of the start before has told."""
+    """The agent's store has the keys of the start before, whose name is that of ranks that have restarted less often.
+
+    These end, to be restarted, and do not take the dead ranks of that start for the others.
+    """
     agent = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.delenv(RANKS_TOKEN)
-    monkeypatch.setattr(rendezvous.secrets, "token_hex", lambda _: TOKEN)  # threads share their key
-    for _ in range(2):
-        assert all_have_met(meet([agent.port], 3, [2, 1, 0]))
+    for start in ("0", "1"):
+        assert all_have_met(meet([agent.port], 3, [2, 1, 0], start=start))
+    for rank in (0, 1):
+        [found] = meet([agent.port], 3, [rank], start="0")
+        assert found == f"two processes are rank {rank}, on here and here; start each once"
+    del agent
+
+
+def test_the_start_of_ranks_that_torchrun_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It differs from run to run and from restart to restart, and for two agents on one network."""
+    starts = []
+    monkeypatch.setattr(Rendezvous, "connect", lambda meeting: starts.append(meeting.start) or dist.HashStore())
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    for environment in ({}, {"TORCHELASTIC_RESTART_COUNT": "1"}, {"TORCHELASTIC_RUN_ID": "b"}, {"MASTER_PORT": "3"}):
+        given = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "0", "MASTER_PORT": "2", **environment}
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        strategy = ConnectedDDP(timeout_seconds=60)
+        strategy.cluster_environment, strategy.parallel_devices = LightningEnvironment(), [torch.device("cpu")] * 2
+        strategy._connect()
+    assert len(set(starts)) == 4
 
 
 def test_patience_grows_with_the_number_of_ranks() -> None:
@@ -129,9 +148,9 @@ def test_rank_0_is_missing(port: int, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_rank_0_ends_before_all_have_met(port: int) -> None:
-    set_key(TOKEN, "7.0.0")
+    set_key("7.0.0")
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    part = _own_part(store)
+    part = dist.PrefixStore(signature("store"), store)
     part.set("rendezvous/0", signed("rendezvous/0", {"settings": {"number of ranks": 2}}))
 
     def end() -> None:
@@ -274,6 +293,8 @@ def test_each_launch_has_a_port_and_a_secret_of_its_own(monkeypatch: pytest.Monk
         strategy.prepare_launch()
         launches.append((strategy, int(os.environ["MASTER_PORT"]), os.environ[RANKS_TOKEN]))
         assert strategy.cluster_environment.main_port == launches[-1][1]
+        assert strategy._listener is not None
+        assert strategy._listener.getsockname()[0] == HOST
         with pytest.raises(OSError, match="in use"):
             socket.create_server((HOST, launches[-1][1]))
     assert len({token for _, _, token in launches}) == 2
@@ -295,12 +316,10 @@ def be_a_rank(meeting: Rendezvous, run: str, folder: Path, pipe: Connection) -> 
         arrive()
         return original(*arguments)  # type: ignore[operator]
 
-    for name in ("_wait_for_rank_0", "_wait_for_all", "_wait_for_outcome"):
+    for name in ("_wait_for_rank_0", "_outcome"):
         original = getattr(Rendezvous, name)
         setattr(Rendezvous, name, lambda *arguments, original=original: wait(original, *arguments))
     rendezvous._POLL_SECONDS = rendezvous._POLL_STRANGERS_SECONDS = 0.01
-    os.chdir(folder)
-    os.environ["HOME"] = str(folder)
     try:
         store = meeting.connect()
         post(store, f"run/{meeting.rank}", run)
@@ -322,7 +341,7 @@ def met(folder: Path, ranks: Sequence[tuple[Rendezvous, str, str]]) -> dict[str,
 
     Args:
         folder: a new one.
-        ranks: a rank, its run and its token; "" for one in a file.
+        ranks: a rank, its run and its token; "" for none.
     """
     folder.mkdir()
     processes = []
@@ -344,7 +363,7 @@ def met(folder: Path, ranks: Sequence[tuple[Rendezvous, str, str]]) -> dict[str,
 @pytest.mark.parametrize(
     ("starts", "tokens"),
     [(("7.0.0", "7.1.0"), ("a", "a")), (("7.0.0", "7.1.0"), ("", "")), (("7.0.0", "7.0.0"), ("a", "b"))],
-    ids=["a token for two steps", "tokens in files", "tokens alone"],
+    ids=["a token for two steps", "no tokens", "tokens alone"],
 )
 def test_ranks_of_two_runs_never_meet(tmp_path: Path, starts: tuple[str, str], tokens: tuple[str, str]) -> None:
     """In every order of arrival, up to the names of the runs, and with as many ranks or more in the other."""
@@ -360,12 +379,11 @@ def test_ranks_of_two_runs_never_meet(tmp_path: Path, starts: tuple[str, str], t
             ranks.append((meeting, name[0], tokens[index]))
         found = met(tmp_path / f"{number}", ranks)
         assert found == {"a": ["a a"] * 2, "b": ["b b" + " b" * len(more)] * (2 + len(more))}, order
-        assert not list((tmp_path / f"{number}").glob(".ranks-*"))
 
 
 @pytest.mark.timeout(PATIENCE_SECONDS)
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("token", ["a" * 64, ""], ids=["a token", "a token in a file"])
+@pytest.mark.parametrize(("token", "error"), [("a" * 64, InputError), ("", RendezvousError)])
 @pytest.mark.parametrize(
     ("folder", "size", "line"),
     [
@@ -375,9 +393,12 @@ def test_ranks_of_two_runs_never_meet(tmp_path: Path, starts: tuple[str, str], t
     ],
 )
 def test_a_rank_that_was_started_otherwise_ends_all(
-    folder: str, size: int, line: str, token: str, tmp_path: Path
+    folder: str, size: int, line: str, token: str, error: type[Exception], tmp_path: Path
 ) -> None:
-    """At once, since the test's time is shorter than their patience, whoever comes first."""
+    """At once, since the test's time is shorter than their patience, whoever comes first.
+
+    Without a token, a stranger can have said so, and it is no mistake that ends a job.
+    """
     arriving = range(3) if (folder, size) == ("/a", 3) else (0, 2)
     for number, order in enumerate(itertools.permutations(arriving)):
         ports = free_ports(2)
@@ -390,10 +411,10 @@ def test_a_rank_that_was_started_otherwise_ends_all(
         # On a busy machine, rank 0 may have ended before another rank has read why.
         lines = {text for texts in found.values() for text in texts if "has ended; see its messages" not in text}
         assert len(lines) == 1
-        assert lines.pop().startswith(f"InputError: {line}")
+        assert lines.pop().startswith(f"{error.__name__}: {line}")
 
 
-def test_strangers_that_connect_to_rank_0_do_not_keep_it_from_the_ranks() -> None:
+def test_strangers_that_connect_to_rank_0_do_not_keep_it_from_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """They send anything, or nothing, before it answers, and stay. They hear what only ranks of the start believe."""
     listener = socket.create_server((HOST, 0), backlog=500)
     port = listener.getsockname()[1]
@@ -407,8 +428,10 @@ def test_strangers_that_connect_to_rank_0_do_not_keep_it_from_the_ranks() -> Non
         assert all_have_met(stores)
         heard = strangers[6].recv(1000)
     inside = dist.TCPStore(HOST, verified(_STORE, heard), is_master=False)
-    set_key("b" * 64, "7.0.0")  # The store has a secret name.
-    assert [store.check(["rendezvous/0"]) for store in (*stores, _own_part(inside))] == [True, True, False]
+    monkeypatch.setenv(RANKS_TOKEN, "b" * 64)
+    set_key("7.0.0")  # The store has a secret name.
+    strange = dist.PrefixStore(signature("store"), inside)
+    assert [store.check(["rendezvous/0"]) for store in (*stores, strange)] == [True, True, False]
     with pytest.raises(StrangerError):
         verified(_STORE, heard)
 
@@ -446,7 +469,7 @@ def test_a_rank_goes_past_strangers_that_listen(monkeypatch: pytest.MonkeyPatch)
 def test_a_value_that_no_rank_has_stored_is_refused() -> None:
     """Whoever finds the port of the store may write to it; what ranks have stored is printed without escapes."""
     store = dist.HashStore()
-    set_key("a" * 64, "7.0.0")
+    set_key("7.0.0")
     post(store, "one", {"text": "\x1b[2J" + "x" * 5000})
     assert read(store, "one") == {"text": "\\x1b[2J" + "x" * 1996}
     store.set("another", store.get("one"))
@@ -454,56 +477,6 @@ def test_a_value_that_no_rank_has_stored_is_refused() -> None:
     for name in ("another", "third"):
         with pytest.raises(RendezvousError, match="a stranger on the cluster has written"):
             read(store, name)
-
-
-def test_a_token_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is this user's alone, is found in any of the folders, and is no longer there after the meeting."""
-    monkeypatch.delenv(RANKS_TOKEN)
-    folders = [tmp_path / "missing", tmp_path / "one", tmp_path / "other"]
-    for folder in folders[1:]:
-        folder.mkdir()
-    target = tmp_path / "target"
-    target.write_text("precious")
-    (folders[1] / ".ranks-7.0.0").symlink_to(target)  # planted before
-    token = write_token("7.0.0", folders)
-    assert target.read_text() == "precious"
-    file = folders[1] / ".ranks-7.0.0"
-    assert file.stat().st_mode & 0o777 == 0o600
-    assert not file.is_symlink()
-    assert find_token("7.0.0", folders) == find_token("7.0.0", folders[2:]) == token
-    assert find_token("7.0.1", folders) is None
-    file.chmod(0o640)
-    assert find_token("7.0.0", folders[:2]) is None
-    file.unlink()
-    target.write_text(token)
-    target.chmod(0o600)
-    file.symlink_to(target)
-    assert find_token("7.0.0", folders[:2]) is None
-    file.unlink()
-    os.mkfifo(file, 0o600)
-    assert find_token("7.0.0", folders[:2]) is None
-    file.unlink()
-    if os.geteuid() == 0:
-        file.write_text(token)
-        file.chmod(0o600)
-        os.chown(file, 12345, 12345)
-        assert find_token("7.0.0", folders[:2]) is None
-    remove_token("7.0.0", folders)
-    assert find_token("7.0.0", folders) is None
-    with pytest.raises(InputError, match=r"^cannot write \.ranks-7\.0\.0 to .*; export RANKS_TOKEN="):
-        write_token("7.0.0", folders[:1])
-
-
-def test_ranks_of_one_machine_need_no_home_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The working folder and the home are read-only for root as well; the temporary folder holds the token."""
-    monkeypatch.delenv(RANKS_TOKEN)
-    monkeypatch.setenv("HOME", "/proc")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.chdir("/proc")
-    ports = free_ports(1)
-    assert all_have_met(meet(ports, 2, [1, 0]))
-    assert not list(tmp_path.iterdir())
-    assert tmp_path not in Rendezvous("localhost", ports, 0, 2, PATIENCE_SECONDS)._folders
 
 
 def without_a_network(recipe: Path, folder: Path) -> None:

@@ -77,7 +77,7 @@ echo "=> $?"
 
 @pytest.mark.timeout(900)
 def test_steps_of_one_job_do_not_mix(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
-    """With a token for a step and without; a step whose ranks have two run folders ends."""
+    """With a token for a step and without. A step whose ranks have two run folders ends, but no file says for good."""
     script = tmp_path / "job.sh"
     script.write_text(JOB.format(root=ROOT, python=sys.executable, recipe=recipe_file, folder=tmp_path))
     job = cluster.submit("--nodes=2", *NO_GPUS, script)
@@ -86,6 +86,5 @@ def test_steps_of_one_job_do_not_mix(cluster: Cluster, recipe_file: Path, tmp_pa
     equal = [all(torch.equal(run[name], runs[3][name]) for name in run) for run in runs]
     assert equal == [False, True, False, True]
     other = f"run.folder {tmp_path.resolve()}/other-1, not {tmp_path.resolve()}/other-0"
-    assert f"error: rank 1 on 127.0.0.12 was started otherwise than rank 0: {other}; start all" in job.log
-    assert "=> 2" in job.log
-    assert not list(tmp_path.glob("*/.ranks-*"))
+    assert f": rank 1 on 127.0.0.12 was started otherwise than rank 0: {other}; start all" in job.log
+    assert "=> 1" in job.log
