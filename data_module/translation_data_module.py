@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch import LightningDataModule
 from numpy.typing import NDArray
 
-from data_module.batching.batch import LengthBucket, PaddedBatch, SpecialIds, length_buckets, pad_batch
+from data_module.batching.batch import LengthBucket, PaddedBatch, RowShape, SpecialIds, length_buckets, pad_batch
 from data_module.batching.batch_plan import Epochs, fewest_pairs
-from data_module.batching.rank_rows import RowShape, row_shape
+from data_module.batching.rank_rows import row_shape
 from data_module.batching.stateful_loader import RankBatchDataset, StatefulLoader
 from data_module.corpus.manifest import SplitSources, read_manifest, split_sources
 from data_module.corpus.store import (

@@ -9,13 +9,43 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data_module.batching.rank_rows import MIN_PADDING_TOKENS, RowShape
-
 if TYPE_CHECKING:
     from data_module.corpus.store import ParallelCorpus, TokenStore
 
+MIN_PADDING_TOKENS = 16
+"""A row of constant length ends with at least this many tokens of padding, any other row with at most this many."""
 _SIMILAR_SHARE, _SIMILAR_TOKENS = 0.8, 4
 """A pair joins the group of a longer pair if it has this share of the longer pair's tokens, or at most 4 fewer."""
+
+
+class RowShape(NamedTuple):
+    """The shape of all micro-batches."""
+
+    source_tokens: int
+    """Length of the row of sources, padding included."""
+    target_tokens: int
+    """The same for targets."""
+    segments: int
+    """Number of segments of a row: room for sentences, and for the segments that padding is divided into."""
+    longest: int
+    """Length of the longest sentence of the corpus."""
+    per_rank: int
+    """Number of micro-batches per rank and optimizer step; one more where sentences happen not to fit."""
+    constant: bool = True
+    """Whether all rows are padded to these lengths; if not, a row is as long as its sentences need."""
+
+    @property
+    def max_sentences(self) -> int:
+        """Maximum number of sentences of a micro-batch."""
+        return self.segments - padding_segments(self.source_tokens, self.target_tokens, self.longest)
+
+
+def padding_segments(source_tokens: int, target_tokens: int, longest: int) -> int:
+    """Return the number of segments that the padding of a row without sentences, the most there can be, is divided into.
+
+    No segment may be longer than the longest sentence, because attention kernels are launched for that length.
+    """
+    return ceil(max(source_tokens, target_tokens) / longest)
 
 
 @dataclass(frozen=True)

@@ -6,51 +6,22 @@ Lengths include EOS.
 """
 
 from math import ceil
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from data_module.batching.batch import MIN_PADDING_TOKENS, RowShape, padding_segments
 
 ROW_SLACK = 1.05
 """A row has this many times the tokens of an even share, since sentences cannot be divided exactly."""
 ROW_MULTIPLE = 128
 """Rows have a multiple of this many tokens, which suits matrix products."""
-MIN_PADDING_TOKENS = 16
-"""A row of constant length ends with at least this many tokens of padding, any other row with at most this many."""
 _EVEN_COST_LENGTH = 1024
 """The sentence length at which attention, which grows with its square, costs about as much as everything else."""
 _CANDIDATES = 4
 """A pair may go to any of this many parts of about the same cost; the parts are the micro-batches of all ranks."""
 _BUNDLES, _SINGLES = 16, 48
 """With more pairs per part than both together, pairs are dealt as this many bundles and single pairs per part."""
-
-
-class RowShape(NamedTuple):
-    """The shape of all micro-batches."""
-
-    source_tokens: int
-    """Length of the row of sources, padding included."""
-    target_tokens: int
-    """The same for targets."""
-    segments: int
-    """Number of segments of a row: room for sentences, and for the segments that padding is divided into."""
-    longest: int
-    """Length of the longest sentence of the corpus."""
-    per_rank: int
-    """Number of micro-batches per rank and optimizer step; one more where sentences happen not to fit."""
-    constant: bool = True
-    """Whether all rows are padded to these lengths; if not, a row is as long as its sentences need."""
-
-    @property
-    def max_sentences(self) -> int:
-        """Maximum number of sentences of a micro-batch."""
-        return self.segments - _padding_segments(self.source_tokens, self.target_tokens, self.longest)
-
-
-def _padding_segments(source_tokens: int, target_tokens: int, longest: int) -> int:
-    # The most padding is that of a row without sentences. No segment may be longer than the longest sentence, because
-    # attention kernels are launched for that length.
-    return ceil(max(source_tokens, target_tokens) / longest)
 
 
 def row_shape(
@@ -88,7 +59,7 @@ def row_shape(
     # The number of sentences varies from row to row. It hardly ever exceeds 1.25 times the mean plus 16; where it does,
     # `rank_rows` makes another micro-batch.
     expected = max(lengths) / max(mean_lengths)
-    segments = ceil(1.25 * expected) + 16 + _padding_segments(lengths[0], lengths[1], longest)
+    segments = ceil(1.25 * expected) + 16 + padding_segments(lengths[0], lengths[1], longest)
     # A micro-batch's tensors lie in one array, and Inductor copies an input that is not aligned to 16 bytes. So the
     # number of offsets, which is segments + 1, is made a multiple of four, as the lengths of rows are.
     segments += -(segments + 1) % 4

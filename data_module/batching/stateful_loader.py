@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from data_module.batching.batch import RankBatch, SpecialIds, collate
+from data_module.batching.batch import RankBatch, RowShape, SpecialIds, collate
 from data_module.batching.batch_plan import Epoch, Epochs
-from data_module.batching.rank_rows import RowShape, rank_rows
+from data_module.batching.rank_rows import rank_rows
 from data_module.worker_processes import ignore_signals, shared_memory_error, signals_blocked
 
 NEVER_ENDS = 1 << 40

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from data_module.batching.batch import RankBatch, collate
-from data_module.batching.rank_rows import MIN_PADDING_TOKENS, RowShape
+from data_module.batching.batch import MIN_PADDING_TOKENS, RankBatch, RowShape, collate
 from data_module.corpus.store import ParallelCorpus
 from data_module.errors import InputError
 from data_module.translation_data_module import TranslationDataModule

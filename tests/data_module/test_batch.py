@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from data_module.batching.batch import (
     LengthBucket,
     RankBatch,
+    RowShape,
     SpecialIds,
     collate,
     length_buckets,
     length_groups,
     pad_batch,
 )
-from data_module.batching.rank_rows import RowShape, row_shape
+from data_module.batching.rank_rows import row_shape
 from data_module.corpus.store import ParallelCorpus, TokenStore, TokenStoreWriter
 from tests.data_module.test_batch_plan import lengths
 
