@@ -399,12 +399,14 @@ def train(recipe: Mapping[str, object]) -> Path:
         InputError: a mistake in the recipe or its text, with which `fit` would end as well.
         KeyboardInterrupt: after the checkpoint is saved.
     """
-    from pipeline.training.fit import fit_recipe  # Lightning, which translating does not need
+    from pipeline.training.fit import fit  # Lightning, which translating does not need
+    from pipeline.training.recipe_checks import checked_folder
 
     with _mistakes_in_one_line(), _state_restored():
         checked = recipe_from_dict(recipe)
         try:
-            fit_recipe(checked, fresh=False, init_from=None)
+            with checked_folder(checked, fresh=False) as folder:
+                fit(checked, folder, fresh=False, init_from=None)
         except signals.Stopped as stop:
             if signals.first_signal() is not None:
                 raise KeyboardInterrupt(str(stop)) from None

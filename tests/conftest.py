@@ -21,6 +21,7 @@ from tests.fork_server import ForkServer
 if TYPE_CHECKING:
     from data_module.files import PlainValues
     from data_module.tokenization.tokenizer import Tokenizer
+    from pipeline.config.recipe import Recipe
 
 with suppress(ModuleNotFoundError):  # some GPU machines lack it
     import hypothesis
@@ -198,6 +199,15 @@ def run_here(*arguments: object, code: int = 0) -> tuple[str, str]:
     assert found == code, stderr.getvalue()
     assert "Traceback" not in stderr.getvalue()
     return stdout.getvalue(), stderr.getvalue()
+
+
+def fit_recipe(recipe: "Recipe", init_from: Path | None = None) -> None:
+    """Start or resume the recipe's run in this process, as the command does."""
+    from pipeline.training.fit import fit
+    from pipeline.training.recipe_checks import checked_folder
+
+    with checked_folder(recipe, fresh=False) as folder:
+        fit(recipe, folder, fresh=False, init_from=init_from)
 
 
 def refusal(*arguments: object) -> str:

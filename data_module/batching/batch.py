@@ -41,7 +41,7 @@ class RowShape(NamedTuple):
 
 
 def padding_segments(source_tokens: int, target_tokens: int, longest: int) -> int:
-    """Return the number of segments that the padding of a row without sentences, the most there can be, is divided into.
+    """Return the number of segments of a row without sentences, whose padding is the most there can be.
 
     No segment may be longer than the longest sentence, because attention kernels are launched for that length.
     """

@@ -27,11 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser, needs_recipe: bool = True) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Start or resume training; on rank 0, report a requested stop as this process's exit code."""
-    from pipeline.training.fit import fit_recipe  # Not needed for --help.
+    from pipeline.training.recipe_checks import checked_folder  # Not needed for --help.
 
     try:
         recipe = load_recipe(arguments.config, arguments.overrides)
-        return fit_recipe(recipe, arguments.fresh, arguments.init_from)
+        with checked_folder(recipe, arguments.fresh) as folder:
+            from pipeline.training.fit import fit  # torch and Lightning, which take seconds to import
+
+            fit(recipe, folder, arguments.fresh, arguments.init_from)
+        return 0
     except Stopped as stop:
         if not reports_exit_code(process_rank()):
             return 0

@@ -1,6 +1,6 @@
 """Builds what `fit` trains with: the module, the data, the callbacks and Lightning's Trainer.
 
-Each `build_*` function can be read alone; `train.py` calls them.
+Each `build_*` function can be read alone; `fit.py` calls them.
 """
 
 import json

@@ -28,7 +28,6 @@ from pipeline.runtime.backend import choose_backend, flash_takes, should_compile
 from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.devices import (
     ONE_GPU_NOTE,
-    TrainerOptions,
     best_precision,
     device_indices,
     gpus_mistake,
@@ -36,9 +35,9 @@ from pipeline.runtime.devices import (
     sees_own_gpu_only,
 )
 from pipeline.runtime.launch import JobStep
-from pipeline.runtime.memory import MemoryLimit, host_memory_limit
 from pipeline.runtime.rendezvous import check_loopback
 from pipeline.training.build import build_data, refuse_optimizer
+from pipeline.training.out_of_memory import memory_of_weights
 from pipeline.training.recipe_checks import CheckResult, Report
 from pipeline.training.start import Plan, choose_bleu_tokenizer
 from pipeline.training.trainer import make_trainer, trainer_options, waits_for_ranks
@@ -126,18 +125,6 @@ def check_memory(plan: Plan) -> None:
     fits, weights = memory_of_weights(recipe, vocabulary_size, options)
     if not fits:
         raise InputError(f"network: {weights}; ask for more memory, or train a smaller network")
-
-
-def memory_of_weights(recipe: Recipe, vocabulary_size: int, options: TrainerOptions) -> tuple[bool, str]:
-    """Return whether weights, gradients and two moments fit into a device's memory, and a line that says so."""
-    with torch.device("meta"):
-        weights = Transformer(vocabulary_size, recipe.network).parameters()
-    needed = 4 * sum(weight.nbytes for weight in weights) * (2 if str(options["precision"]).startswith("64") else 1)
-    limit = host_memory_limit(len(device_indices(options)))
-    if options["accelerator"] != "cpu":
-        limit = MemoryLimit(torch.cuda.get_device_properties(0).total_memory, "this GPU")
-    line = f"weights, gradients and moments need {needed / 1e9:.1f} GB, and {limit.owner} has {limit.size / 1e9:.1f}"
-    return needed < limit.size, line
 
 
 def check_trainer(recipe: Recipe, job: JobStep | None, report: Report) -> None:

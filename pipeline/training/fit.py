@@ -1,43 +1,98 @@
-"""`fit`, from its recipe to the plan of its start, which `train.py` follows.
+"""The story of a run: check, plan, corpus, module, data, callbacks, train.
 
-torch and Lightning take seconds to import, so checks that do not need them come first.
+torch and Lightning take seconds to import; `recipe_checks.py` has the checks before them.
 """
 
+import secrets
 from contextlib import ExitStack
 from pathlib import Path
 
-from pipeline.checkpointing.run_folder import RunFolder
+import torch
+
+from data_module.corpus.manifest import corpus_tokenizer
+from data_module.corpus.preparation import in_use
+from data_module.errors import SCRIPTS
+from pipeline.checkpointing.checkpoint import NO_IDENTITY, Identity
+from pipeline.checkpointing.run_folder import RunFolder, count_start
 from pipeline.config.recipe import Recipe
-from pipeline.config.settings import validate_trainer_keys
-from pipeline.runtime.console import quiet_lightning
-from pipeline.runtime.launch import current_step, process_rank
-from pipeline.training.recipe_checks import Report, check_recipe
+from pipeline.runtime import signals
+from pipeline.runtime.backend import choose_backend
+from pipeline.runtime.compiled_code import start_compiler
+from pipeline.runtime.console import say
+from pipeline.runtime.devices import allow_tf32
+from pipeline.runtime.launch import current_step
+from pipeline.training.build import build_callbacks, build_data, build_module, build_trainer
+from pipeline.training.checks import check_start, check_trainer
+from pipeline.training.graceful_stop import known_failures_in_one_line
+from pipeline.training.new_corpus import ensure_corpus
+from pipeline.training.out_of_memory import naming_failures
+from pipeline.training.recipe_checks import Report
+from pipeline.training.start import Start, check_pairs, check_vocabulary, finished_reason, plan_start
+from pipeline.training.trainer import trainer_options
 
-LOCK_PATIENCE_SECONDS = 120
-"""How long a SLURM job waits for another process that writes to its run folder."""
 
+def fit(recipe: Recipe, folder: RunFolder | None, fresh: bool, init_from: Path | None) -> None:
+    """Prepare the corpus if necessary, then start the recipe's run or resume it, unless nothing is left to train.
 
-def fit_recipe(recipe: Recipe, fresh: bool, init_from: Path | None) -> int:
-    """Prepare the corpus if necessary, then start or resume the recipe's run; return the exit code.
-
-    `fresh` removes an existing run from the run folder. `init_from` is a checkpoint, run folder or Marian model whose
-    weights and tokenizer a new run takes over.
+    `folder` is that of `checked_folder`. `fresh` removes an existing run from it. `init_from` is a checkpoint, run
+    folder or Marian model whose weights and tokenizer a new run takes over.
 
     Raises InputError for a user's mistake, Stopped when a signal or `trainer.max_time` stopped the run.
     """
-    quiet_lightning()
-    with recipe.naming_places(), ExitStack() as stack:
-        job, folder = current_step(), None
-        validate_trainer_keys(recipe.trainer)
-        if process_rank() == 0:
-            check_recipe(recipe, job, fresh, Report())
-            # Locked until training ends, so that no other process writes to the run. A requeued job may find its
-            # predecessor still writing: that process ends, or its lock is released.
-            folder = RunFolder(recipe.run_folder(), patience_seconds=LOCK_PATIENCE_SECONDS if job else 0)
-            stack.callback(folder.close)
-        # The checks so far did not need torch and Lightning, which take seconds to import.
-        from pipeline.training.start import plan_start
-        from pipeline.training.train import follow
+    plan = plan_start(recipe, current_step(), fresh, init_from)
+    run, corpus, resume = plan.recipe.run_folder(), plan.recipe.corpus_folder(), plan.resume
+    if folder is not None:  # One rank checks, so that a mistake is reported once; its exit code ends the others.
+        check_start(plan, Report())
+    elif plan.job is None:  # Left-over variables may say that this is another rank than 0, which would be silent.
+        check_trainer(plan.recipe, None, Report())
+    manifest = ensure_corpus(plan.recipe.corpus, plan.tokenizer)
+    if plan.tokenizer is not None:
+        # Another process may have prepared the corpus since the plan was made.
+        check_vocabulary(plan.recipe, plan.tokenizer, "what this run continues")
+    tokenizer = resume.tokenizer if resume else corpus_tokenizer(corpus).also_seen(plan.tokenizer)
+    identity = NO_IDENTITY
+    with ExitStack() as stack:
+        if folder is not None:
+            stack.enter_context(in_use(corpus))
+            identity = Identity(plan.run_id or secrets.token_hex(16), check_pairs(plan))
+        for note in plan.notes:
+            say(note)
+        if plan.job is not None and folder is not None:
+            stack.enter_context(count_start(folder.path, plan.job, resume.path if resume else None))
+        if resume is not None:
+            if reason := finished_reason(plan.recipe, run, resume.step):
+                say(f"{run}: {reason}, or use --fresh")
+                return
+            say(f"resuming from {resume.path}")
+        elif plan.initial is not None:
+            say(f"starting from the weights and the tokenizer of {plan.initial.path}")
+        train(Start(plan, folder, tokenizer, manifest, identity))
+        say(f"the run is in {run}; view it with: {SCRIPTS}tensorboard --logdir {run}")
 
-        follow(plan_start(recipe, job, fresh, init_from), folder)
-    return 0
+
+def train(start: Start) -> None:
+    """Train until `trainer.max_steps`, early stopping, or a request to stop.
+
+    Nothing in the run folder changes before everything that can be wrong has been checked, memory included.
+    """
+    plan, recipe = start.plan, start.plan.recipe
+    options = trainer_options(recipe.trainer, plan.job, recipe.run.timeout_seconds)
+    allow_tf32(options)
+    run = recipe.run
+    backend = choose_backend(run.kernels, run.compile, options, recipe.network)
+    for line in (*backend.notes, backend.line()):
+        say(line)
+    with naming_failures(recipe, start.tokenizer.vocabulary_size, options):
+        with signals.not_recorded():  # This can take minutes and loses nothing.
+            module = build_module(recipe, start.tokenizer, backend)
+        if plan.initial is not None:
+            module.network.load_state_dict(plan.initial.weights)
+        if backend.compiled and torch.cuda.is_available():
+            start_compiler()
+        data = build_data(recipe, start.tokenizer, backend)
+        if text_sources := data.validation_sources():
+            module.report_sources(text_sources.names, torch.from_numpy(text_sources.of_pair))
+        trainer = build_trainer(start, options, build_callbacks(start, data, backend))
+        with signals.keyboard_interrupt_recorded(), known_failures_in_one_line():
+            path = plan.resume.path if plan.resume else None
+            trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)

@@ -3,7 +3,8 @@
 `doctor` runs the same checks, continues after a mistake, and reads the texts as well.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 from data_module.corpus.checks import TextChecker, check_folder, check_settings, given_tokenizer
@@ -14,6 +15,7 @@ from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
 from model.settings import DECAY_TO_LAST_STEP
 from pipeline.checkpointing.run_folder import (
+    RunFolder,
     all_checkpoints,
     check_same_run,
     check_writable,
@@ -22,8 +24,12 @@ from pipeline.checkpointing.run_folder import (
     should_reset,
 )
 from pipeline.config.recipe import Recipe
-from pipeline.runtime.console import say
-from pipeline.runtime.launch import JobStep
+from pipeline.config.settings import validate_trainer_keys
+from pipeline.runtime.console import quiet_lightning, say
+from pipeline.runtime.launch import JobStep, current_step, process_rank
+
+LOCK_PATIENCE_SECONDS = 120
+"""How long a SLURM job waits for another process that writes to its run folder."""
 
 
 class CheckResult(NamedTuple):
@@ -62,6 +68,30 @@ class Report:
     def note(self, message: str) -> None:
         """Report a likely mistake."""
         self.add(CheckResult(True, message, is_warning=True))
+
+
+@contextmanager
+def checked_folder(recipe: Recipe, fresh: bool) -> Iterator[RunFolder | None]:
+    """Make the checks of `fit` that do not need torch, and give its run folder: on rank 0, locked; None on other ranks.
+
+    It is locked until the context ends, so that no other process writes to the run. A requeued job may find its
+    predecessor still writing: that process ends, or its lock is released.
+
+    Raises InputError for a user's mistake, also one found inside the context; keys have their places in the recipe.
+    """
+    quiet_lightning()
+    job = current_step()
+    with recipe.naming_places():
+        validate_trainer_keys(recipe.trainer)
+        if process_rank():
+            yield None
+            return
+        check_recipe(recipe, job, fresh, Report())
+        folder = RunFolder(recipe.run_folder(), patience_seconds=LOCK_PATIENCE_SECONDS if job else 0)
+        try:
+            yield folder
+        finally:
+            folder.close()
 
 
 def check_recipe(recipe: Recipe, job: JobStep | None, fresh: bool, report: Report) -> TextChecker | None:

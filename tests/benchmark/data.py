@@ -25,7 +25,7 @@ from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from pipeline.config.recipe import add_recipe_arguments, load_recipe
 from pipeline.training.build import special_ids
-from pipeline.training.train import ensure_corpus
+from pipeline.training.new_corpus import ensure_corpus
 
 LARGE = 40_000_000
 """Pairs whose planning is timed: the recipe's corpus, repeated."""

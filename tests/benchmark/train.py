@@ -44,7 +44,7 @@ from pipeline.runtime.backend import choose_backend
 from pipeline.runtime.console import quiet_lightning, say
 from pipeline.runtime.devices import TrainerOptions, allow_tf32
 from pipeline.training.build import build_data, build_module, refuse_optimizer
-from pipeline.training.train import ensure_corpus
+from pipeline.training.new_corpus import ensure_corpus
 from pipeline.training.trainer import make_trainer, trainer_options
 from tests.benchmark.baselines import ENDLESS, Baseline, PaddedStep, Precision
 

@@ -17,7 +17,7 @@ from data_module.corpus import dataset_reader
 from data_module.corpus.pairs import read_pairs
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
-from pipeline.training.train import ensure_corpus
+from pipeline.training.new_corpus import ensure_corpus
 from tests.conftest import ROOT, pipeline, sentences
 from tests.data_module.conftest import contents, fails, made, text_of, write_pairs
 

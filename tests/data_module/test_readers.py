@@ -13,8 +13,8 @@ from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
 from pipeline.config.recipe import Recipe
 from pipeline.training.doctor import Findings
+from pipeline.training.new_corpus import ensure_corpus
 from pipeline.training.recipe_checks import check_text
-from pipeline.training.train import ensure_corpus
 from tests.data_module.conftest import made
 
 

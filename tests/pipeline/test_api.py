@@ -426,7 +426,7 @@ def test_nothing_ends_the_process(recipe: PlainValues, monkeypatch: pytest.Monke
         raise SystemExit(1)
 
     before = process_state()
-    monkeypatch.setattr(fit, "fit_recipe", leave)
+    monkeypatch.setattr(fit, "fit", leave)
     with pytest.raises(KeyboardInterrupt):
         pipeline.train(recipe)
     assert process_state() == before

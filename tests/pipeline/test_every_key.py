@@ -33,9 +33,9 @@ from pipeline.config.recipe import Recipe, recipe_from_dict
 from pipeline.config.settings import TRAINER_KEYS
 from pipeline.inference.loading import load_translator
 from pipeline.runtime.devices import best_precision
+from pipeline.training.fit import train
 from pipeline.training.graceful_stop import MARGIN_SECONDS
 from pipeline.training.start import Plan, Start
-from pipeline.training.train import train
 from pipeline.training.trainer import ConnectedDDP
 from tests.conftest import sentences
 

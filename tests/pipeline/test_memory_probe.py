@@ -32,12 +32,11 @@ from pipeline.config.recipe import load_recipe
 from pipeline.runtime import signals
 from pipeline.runtime.console import Failure, quiet_lightning
 from pipeline.runtime.memory import MemoryLimit, host_memory_limit, private_memory
-from pipeline.training import checks, memory_probe, train
+from pipeline.training import checks, memory_probe, out_of_memory
 from pipeline.training.build import build_callbacks
-from pipeline.training.fit import fit_recipe
 from pipeline.training.memory_probe import MemoryProbe
 from pipeline.training.start import Plan
-from tests.conftest import ALONE, program, refusal
+from tests.conftest import ALONE, fit_recipe, program, refusal
 
 
 class RecordState(Callback):
@@ -255,8 +254,12 @@ def test_what_weights_gradients_and_moments_need(
     """Of each weight: itself, its gradient and both of Adam's moments. A network that fits just so is not refused."""
     recipe = load_recipe([recipe_file], ["--trainer.precision", precision, "--trainer.devices", "2"])
     count = sum(weight.numel() for weight in Transformer(60, recipe.network).parameters())
+
+    def limit_of(size: int, ranks: int) -> MemoryLimit:
+        return MemoryLimit(size, f"each of {ranks}")
+
     for size, fits in ((needed * count, False), (needed * count + 1, True)):
-        monkeypatch.setattr(checks, "host_memory_limit", lambda ranks, size=size: MemoryLimit(size, f"each of {ranks}"))
+        monkeypatch.setattr(out_of_memory, "host_memory_limit", partial(limit_of, size))
         message = "^network: weights, gradients and moments need 0.0 GB, and each of 2 has 0.0; ask for"
         with nullcontext() if fits else pytest.raises(InputError, match=message):
             checks.check_memory(Plan(recipe, None, False))
@@ -273,10 +276,13 @@ class KillLoader(Callback):
 def test_a_killed_loader_process_is_told_in_one_line(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train, "build_callbacks", lambda *given: [KillLoader(), *build_callbacks(*given)])
+    def with_killer(*given: object) -> list[Callback]:
+        return [KillLoader(), *build_callbacks(*given)]  # type: ignore[arg-type]
+
+    monkeypatch.setattr("pipeline.training.fit.build_callbacks", with_killer)
     words = ["--run.folder", str(tmp_path / "run"), "--batches.workers", "2", "--trainer.max_steps", "400"]
     with pytest.raises(Failure) as failed:
-        fit_recipe(load_recipe([recipe_file], words), False, None)
+        fit_recipe(load_recipe([recipe_file], words))
     assert re.fullmatch(
         r"a loader process \(batches\.workers 2\) (is killed by signal: Killed|exited unexpectedly), as when memory "
         r"runs out; ask for more memory, or lower batches\.workers; the run resumes from step 4",
@@ -311,10 +317,10 @@ def test_failures_while_the_network_is_built(
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         raise error
 
-    monkeypatch.setattr("pipeline.training.train.build_module", build)
+    monkeypatch.setattr("pipeline.training.fit.build_module", build)
     signals.install()
     with pytest.raises(type(error) if line is None else Failure) as failed:
-        fit_recipe(load_recipe([recipe_file], ["--run.folder", str(tmp_path / "run")]), False, None)
+        fit_recipe(load_recipe([recipe_file], ["--run.folder", str(tmp_path / "run")]))
     assert signal.getsignal(signal.SIGTERM) is signals.record
     if line is None:
         assert failed.value is error

@@ -16,8 +16,7 @@ from data_module.errors import InputError
 from model.optimization import OPTIMIZERS, muon
 from pipeline.config.recipe import load_recipe
 from pipeline.training.doctor import Question, check_fit, load
-from pipeline.training.fit import fit_recipe
-from tests.conftest import tiny_recipe
+from tests.conftest import fit_recipe, tiny_recipe
 
 
 class Place:
@@ -230,7 +229,7 @@ def test_fit_and_doctor_refuse_the_same(place: Place, name: str, monkeypatch: py
     damage(place)
     before = place.files()
     with pytest.raises(InputError) as refused:
-        fit_recipe(load_recipe([place.recipe], place.options), False, place.init_from)
+        fit_recipe(load_recipe([place.recipe], place.options), place.init_from)
     line = str(refused.value)
     assert words in line
     assert "\n" not in line

@@ -533,7 +533,7 @@ def test_a_corpus_is_not_replaced_while_a_run_trains_on_it(
         patch.setattr(preparation, "write_corpus", write_while_a_run_begins)
         said.append(refusal(*command))
     with monkeypatch.context() as patch:
-        patch.setattr("pipeline.training.train.train", lambda *_: said.append(refusal(*command)))
+        patch.setattr("pipeline.training.fit.train", lambda *_: said.append(refusal(*command)))
         assert main(["fit", str(recipe_file), *options, "--run.folder", str(tmp_path / "run")]) == 0
     assert all(f"{corpus}: a run is training on it; wait for its end" in line for line in said)
     assert len(said) == 2

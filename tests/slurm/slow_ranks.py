@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pipeline.runtime import signals
-from pipeline.training import fit, graceful_stop
+from pipeline.training import graceful_stop, recipe_checks
 
 SECONDS = 0.1
 SAVE_SECONDS = float(os.environ.get("SAVE_SECONDS", "0.1"))
@@ -54,7 +54,7 @@ if __name__ == "__main__":
         while os.environ.get("LINGERS") == "yes" and signals.first_signal() is None:
             time.sleep(0.1)
         graceful_stop.MARGIN_SECONDS = 2  # ranks on CPUs would wait half a minute longer
-        fit.LOCK_PATIENCE_SECONDS = int(os.environ.get("LOCK_PATIENCE", fit.LOCK_PATIENCE_SECONDS))
+        recipe_checks.LOCK_PATIENCE_SECONDS = int(os.environ.get("LOCK_PATIENCE", recipe_checks.LOCK_PATIENCE_SECONDS))
         from model.training_module import TranslationModule
         from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
 
