@@ -4,9 +4,7 @@ A checkpoint needs no other file: its key `translation` holds the network's sett
 plain values and tensors, so that it loads with `weights_only`. `resume_point.py` reads what a run resumes with.
 """
 
-import warnings
-import zipfile
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import NoneType
@@ -32,6 +30,7 @@ from pipeline.checkpointing.run_folder import (
     stored_recipe,
     stored_run_id,
 )
+from pipeline.checkpointing.weights_only import load_weights_only
 from pipeline.config.recipe import Recipe, stored_settings
 from pipeline.runtime.console import report
 
@@ -50,8 +49,6 @@ _STORED = {
     },
 }
 """Types of a checkpoint's values, except for settings; see `misshapen`."""
-_MAX_VALUES, _MAX_DEPTH = 1_000_000, 64
-"""Limits on the number of values in a checkpoint, and on their depth of nesting."""
 
 
 class Identity(NamedTuple):
@@ -222,11 +219,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if not is_valid(path):
         raise InputError(f"{path}: is truncated or not a checkpoint; copy it again or use an earlier one")
     try:
-        _check_archive(path)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # About other kinds of files, which are refused below.
-            contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        _check_size(contents, path.stat().st_size)
+        contents = load_weights_only(path)
     except Exception:  # A foreign or damaged file causes exceptions of many types, which PyTorch does not document.
         raise InputError(
             f"{path}: cannot be read as a checkpoint: it may be an export, damaged, or contain more than plain "
@@ -262,37 +255,6 @@ def _checked(path: Path, contents: PlainValues) -> Checkpoint:
         name.removeprefix(PREFIX): one for name, one in contents["state_dict"].items() if str(name).startswith(PREFIX)
     }
     return Checkpoint(path, *steps, recipe, tokenizer, weights, contents)
-
-
-def _check_archive(path: Path) -> None:
-    """Raise ValueError if a file unpacks to more bytes than it has, or names a number of bytes to allocate."""
-    with zipfile.ZipFile(path) as archive:
-        if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
-            raise ValueError("its entries are larger than the file")
-        for entry in archive.infolist():
-            if entry.filename.endswith("data.pkl") and b"\nbytearray\n" in archive.read(entry):
-                raise ValueError("bytearray(n) takes n bytes")
-
-
-def _check_size(contents: object, file_bytes: int) -> None:
-    """Raise ValueError if values are too many or nested too deeply, or if tensors need more bytes than the file has."""
-    todo: list[tuple[object, int]] = [(contents, 0)]
-    num_values = num_bytes = 0
-    while todo:
-        value, depth = todo.pop()
-        items: Collection[object] = ()
-        if isinstance(value, Tensor):
-            own = value.numel() * value.element_size()
-            num_bytes += own
-            plain = value.layout == torch.strided and value.device.type == "cpu"
-            if not plain or own > value.untyped_storage().nbytes():
-                raise ValueError("a tensor is larger than what is stored of it")
-        elif isinstance(value, (dict, list, tuple, set)):
-            items = value.values() if isinstance(value, dict) else value
-        num_values += len(items)
-        if num_values > _MAX_VALUES or depth > _MAX_DEPTH or num_bytes > 4 * file_bytes:  # Weights may be tied.
-            raise ValueError("its values are too many")
-        todo += [(item, depth + 1) for item in items]
 
 
 class NoInitialValues(TorchFunctionMode):

@@ -137,7 +137,7 @@ def _unfit(checkpoint: Checkpoint, recipe: Recipe) -> str:
         optimizer.load_state_dict(contents["optimizer_states"][0])
         if [_numbers(group) for group in optimizer.param_groups] != own:
             return "the optimizer has other settings"
-        return _wrong_state(network, optimizer)
+        return _missing_state(network, optimizer)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
@@ -147,14 +147,14 @@ def _numbers(group: Mapping[str, object]) -> dict[str, object]:
     return {key: value for key, value in group.items() if key != "lr" and type(value) in (int, float, tuple)}
 
 
-def _wrong_state(network: nn.Module, optimizer: Optimizer) -> str:
-    """Return a message about a parameter whose optimizer state is missing or has another shape; empty if all fit."""
+def _missing_state(network: nn.Module, optimizer: Optimizer) -> str:
+    """Return a message about a parameter whose optimizer state is missing; empty if there is none."""
     is_own = all(type(module).__module__.startswith(("model.", "torch.")) for module in network.modules())
     for name, parameter in network.named_parameters():
         state = optimizer.state.get(parameter, {})
         if not state and optimizer.state and not is_own:
             continue  # An extension's module may have parameters that it does not use.
-        # An extension's optimizer may keep no state, or one of another shape.
+        # An extension's optimizer may keep no state.
         if isinstance(optimizer, Muon) and hasattr(parameter, "projections"):
             own = {"momentum"}
         elif isinstance(optimizer, (Adam, Muon)):
@@ -163,8 +163,4 @@ def _wrong_state(network: nn.Module, optimizer: Optimizer) -> str:
             continue
         if not own <= state.keys():
             return f"the optimizer's state of {name} is missing"
-        for key in own:
-            shape = () if key == "step" else parameter.shape
-            if not isinstance(state[key], Tensor) or state[key].shape != shape:
-                return f"the optimizer's state of {name} has another shape"
     return ""

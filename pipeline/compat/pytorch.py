@@ -5,6 +5,7 @@ found. `tests/pipeline/test_private_api.py` fails if PyTorch changes one of them
 """
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,15 @@ def default_compiler_cache() -> str:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # as above
 
     return default_cache_dir()
+
+
+def archived_pickle(path: Path) -> bytes:
+    """Return the pickle in an archive of `torch.save`; raise RuntimeError if there is none.
+
+    Public: none. Another reader may find another pickle in a crafted archive; this one is that of `torch.load`. Seen in
+    2.11 to 2.13.
+    """
+    return torch._C.PyTorchFileReader(str(path)).get_record("data.pkl")
 
 
 def has_while_loop() -> bool:

@@ -17,6 +17,7 @@ from data_module.files import PlainValues, open_regular, read_json, read_whole
 from data_module.tokenization.pair import join_models
 from data_module.tokenization.tokenizer import NUM_SPECIAL_IDS, Tokenizer
 from model.settings import NetworkSettings
+from pipeline.checkpointing.weights_only import load_weights_only
 from pipeline.export.huggingface_model import BIAS, SHARED, from_marian, marian_shapes
 
 CONFIG, VOCABULARY = "config.json", "vocab.json"
@@ -244,7 +245,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         open_regular(path).close()  # An index may name a pipe.
         if path.suffix == ".bin":
-            weights = torch.load(path, map_location="cpu", weights_only=True)
+            weights = load_weights_only(path)
         else:
             from safetensors.torch import load_file  # an optional package
 

@@ -5,11 +5,12 @@ A crafted checkpoint is a whole one with one damage; likewise a corpus, a card a
 
 import json
 import os
+import pickle
 import resource
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
@@ -30,6 +31,7 @@ from model.settings import NetworkSettings
 from pipeline.checkpointing.checkpoint import load_model, read_checkpoint
 from pipeline.checkpointing.resume_point import read_resume_point
 from pipeline.checkpointing.run_folder import differences, is_run, latest_valid, read_metrics
+from pipeline.checkpointing.weights_only import load_weights_only
 from pipeline.config.recipe import load_recipe
 from pipeline.config.recipe_files import MOST_BYTES, compose
 from pipeline.training.marian_import import load_marian
@@ -74,21 +76,6 @@ def without(key: str) -> Damage:
     return damage
 
 
-def nested(depth: int) -> list[object]:
-    """Return 2 ** depth values that a file stores as `depth` lists."""
-    values: list[object] = []
-    for _ in range(depth):
-        values = [values, values]
-    return values
-
-
-class Reserve:
-    """A pickle of it reserves memory when it is loaded: bytearray(n) is no class that `weights_only` refuses."""
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return bytearray, (1 << 30,)
-
-
 def network(**settings: object) -> Damage:
     def damage(contents: PlainValues) -> None:
         contents["translation"]["network"].update(settings)
@@ -100,11 +87,6 @@ WEIGHT, TRANSLATION = ("state_dict", "network.embedding.weight"), "translation"
 UNREADABLE = "cannot be read as a checkpoint"
 CHECKPOINTS: dict[str, tuple[Damage, str]] = {
     "stride 0": (put(*WEIGHT, value=torch.ones(1).expand(1 << 20, 1 << 16)), UNREADABLE),
-    "stride 0 elsewhere": (put("callbacks", value=[torch.ones(1).expand(1 << 40)]), UNREADABLE),
-    "no device": (put(*WEIGHT, value=torch.empty(1 << 40, device="meta")), UNREADABLE),
-    "sparse": (put(*WEIGHT, value=torch.ones(3).to_sparse()), UNREADABLE),
-    "one value in 2 ** 60 places": (put("callbacks", value=nested(60)), UNREADABLE),
-    "reserves memory": (put("callbacks", value=Reserve()), UNREADABLE),
     "10 ** 4 layers": (network(num_layers=10**4), "its weights do not match its own settings"),
     "10 ** 4 narrow layers": (network(num_encoder_layers=10**4, d_model=2), "do not match its own settings"),
     "10 ** 7 layers": (network(num_layers=10**7), "network.num_layers 10000000 is not 10,000 or less"),
@@ -162,7 +144,6 @@ def test_a_crafted_checkpoint(whole: Path, tmp_path: Path, name: str) -> None:
 
 FIT_LOOP, PLACE = ("loops", "fit_loop"), ("loops", "fit_loop", "state_dict", "combined_loader")
 OPTIMIZER = ("optimizer_states", 0)
-MOMENT = (*OPTIMIZER, "state", 1, "exp_avg")
 STEPS = "epoch_loop.manual_optimization.optim_step_progress"
 RESUMED: dict[str, tuple[Damage, str]] = {
     "callbacks that are a list": (put("callbacks", value=[1]), "callbacks is missing"),
@@ -184,8 +165,6 @@ RESUMED: dict[str, tuple[Damage, str]] = {
     "no optimizer": (put("optimizer_states", value=[]), "optimizer_states is missing"),
     "no states of the optimizer": (put(*OPTIMIZER, "state", value={}), "state of embedding.weight is missing"),
     "no state of a parameter": (put(*OPTIMIZER, "state", 1, value={}), "query_key_value.weight is missing"),
-    "a state of another shape": (put(*MOMENT, value=torch.ones(3)), "query_key_value.weight has another shape"),
-    "a state that is a number": (put(*MOMENT, value=3.0), "query_key_value.weight has another shape"),
     "no groups": (put(*OPTIMIZER, "param_groups", value=[]), "different number of parameter groups"),
     "other betas": (put(*OPTIMIZER, "param_groups", 0, "betas", value=(0.5, 0.5)), "the optimizer has other settings"),
     "weights of another shape": (put(*WEIGHT, value=torch.ones(3)), "its weights are not those of the recipe's"),
@@ -210,17 +189,153 @@ def test_a_crafted_checkpoint_to_resume_from(trained_run: Path, tmp_path: Path, 
     assert line.endswith("); remove it, or use --fresh")
 
 
-def test_a_deflated_checkpoint(whole: Path, tmp_path: Path) -> None:
-    """An entry has 32 MB, and the file less than 1 MB."""
+def test_a_compressed_checkpoint(whole: Path, tmp_path: Path) -> None:
+    """Its compressed bytes would be mapped as weights."""
     crafted = tmp_path / "crafted.ckpt"
     with zipfile.ZipFile(whole) as given, zipfile.ZipFile(crafted, "w", zipfile.ZIP_DEFLATED) as archive:
         for entry in given.infolist():
             archive.writestr(entry.filename, given.read(entry))
-        with archive.open(given.infolist()[0].filename.split("/")[0] + "/zeros", "w") as zeros:
-            for _ in range(32):
-                zeros.write(bytes(1 << 20))
-    assert crafted.stat().st_size < 1e6
     assert UNREADABLE in refusal("export", crafted, tmp_path / "bundle")
+
+
+def text(value: str) -> bytes:
+    return b"X" + len(value).to_bytes(4, "little") + value.encode()
+
+
+def storage(size: int, key: bytes = text("0"), more: bytes = b"") -> bytes:
+    """A storage of `size` numbers; `more` is what only files of PyTorch before 1.6 have."""
+    number = b"J" + size.to_bytes(4, "little", signed=True)
+    return b"(" + text("storage") + b"ctorch\nFloatStorage\n" + key + text("cpu") + number + more + b"tQ"
+
+
+def tensor(stored: bytes, shape: bytes, strides: bytes, hooks: bytes = b"") -> bytes:
+    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + stored + b"K\0" + shape + strides + b"\x89" + EMPTY + hooks + b"tR"
+
+
+EMPTY = b"ccollections\nOrderedDict\n)R"
+TWICE = b")q\0" + 60 * b"h\0h\0\x86q\0"
+"""A tuple of a tuple twice, 60 deep: its hash takes 2 ** 60 steps."""
+PAIRS = b"]" + TWICE + b"K\1\x86a"
+BILLION = b"J\0\0\0\x40"
+PICKLES: dict[str, bytes] = {
+    "a call that doubles text": b"c_codecs\nencode\n" + text("a") + text("hex") + b"\x86R",
+    "a call that reserves memory": b"c__builtin__\nbytearray\n" + BILLION + b"\x85R",
+    "a name that is not called": b"ctorch\nSize\n",
+    "a name with an escape": b"c__builtin__\nbyte\\x61rray\n" + BILLION + b"\x85R",
+    "a name by another operation": text("builtins") + text("bytearray") + b"\x93" + BILLION + b"\x85R",
+    "a name in a module": b"i__builtin__\nbytearray\n",
+    "a new object": b"ccollections\nOrderedDict\n)\x81",
+    "a set": b"\x8f",
+    "a tuple as a key": b"})K\1s",
+    "nothing as a key": b"}NK\1s",
+    "a nested key": b"}" + TWICE + b"K\1s",
+    "a nested key, later": b"}(K\1K\1" + TWICE + b"K\1u",
+    "a nested key inside": b"}" + text("a") + b"}" + TWICE + b"K\1ss",
+    "nested keys of a call": b"ccollections\nOrderedDict\n" + PAIRS + b"\x85R",
+    "nested keys of attributes": EMPTY + PAIRS + b"b",
+    "a nested key of a storage": tensor(storage(1, key=TWICE), b"K\1\x85", b"K\1\x85"),
+    "attributes in place of methods": EMPTY + b"}" + text("items") + b"ccollections\nOrderedDict\nsb",
+    "attributes of a tensor": tensor(storage(1), b"K\1\x85", b"K\1\x85") + b"}b",
+    "a tensor with a hook": tensor(storage(1), b"K\1\x85", b"K\1\x85", b"K\0" + EMPTY + b"s"),
+    "a tensor beyond its storage": tensor(storage(1), BILLION + b"\x85", b"K\1\x85"),
+    "a tensor of one number, repeated": tensor(storage(1), BILLION + b"\x85", b"K\0\x85"),
+    "a tensor of a shape of tuples": tensor(storage(1), TWICE + b"\x85", b"K\1\x85"),
+    "a tensor of no storage": tensor(b"}", b"K\1\x85", b"K\1\x85"),
+    "a call of what a call returned": EMPTY + b")R",
+    "text longer than the file": b"X\xff\xff\xff\xff",
+    "one value in 2 ** 60 places": b"]q\0" + 60 * b"](h\0h\0eq\0",
+    "a list in itself": b"]q\0h\0a",
+    "100,000 lists, one in another": 100_000 * b"]" + 99_999 * b"a",
+}
+"""Pickles, without their first and last bytes."""
+
+
+def pickled(body: bytes) -> bytes:
+    return b"\x80\2" + body + b"."
+
+
+def write_archive(path: Path, body: bytes) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, contents in (("data.pkl", pickled(body)), ("version", b"3\n"), ("data/0", bytes(4))):
+            archive.writestr(f"archive/{name}", contents)
+
+
+def write_legacy(path: Path, body: bytes, keys: bytes = b"]" + text("0") + b"a") -> None:
+    """As PyTorch before 1.6: a number, a version, the sizes of types, the values, and the storages."""
+    first = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2) + pickle.dumps({}, 2)
+    path.write_bytes(first + pickled(body) + pickled(keys) + (1).to_bytes(8, "little") + bytes(4))
+
+
+@pytest.fixture(scope="module")
+def no_weights(marian: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Marian model's folder without its weights."""
+    folder = Path(shutil.copytree(marian, tmp_path_factory.mktemp("crafted") / "marian"))
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+@pytest.mark.parametrize("name", PICKLES)
+def test_a_crafted_pickle(no_weights: Path, tmp_path: Path, name: str) -> None:
+    """It is refused in a checkpoint, and in both kinds of a Marian model's file."""
+    body = PICKLES[name].replace(b"tQ", b"NtQ")
+    write_archive(tmp_path / "a.ckpt", PICKLES[name])
+    with limited_memory(), pytest.raises(InputError, match=rf"^{tmp_path}/a.ckpt: {UNREADABLE}"):
+        read_checkpoint(tmp_path / "a.ckpt")
+    weights = no_weights / "pytorch_model.bin"
+    for write, contents in ((write_archive, PICKLES[name]), (write_legacy, body)):
+        write(weights, b"}" + text("a") + contents + b"s")
+        with limited_memory(), pytest.raises(InputError, match=rf"^{weights}: cannot be read as weights"):
+            load_marian(no_weights)
+
+
+def test_a_crafted_file_of_an_old_version(no_weights: Path) -> None:
+    """PyTorch takes memory for what the file says to hold, enlarges it for a tensor, and hashes keys of storages."""
+    weights, one = no_weights / "pytorch_model.bin", b"K\1\x85"
+    key = b"]" + text("0") + b"a"
+    whole, large, below = (tensor(storage(size, more=b"N"), one, one) for size in (1, 10**9, -1))
+    write_legacy(weights, whole)
+    assert load_weights_only(weights).tolist() == [0.0]
+    for body, keys in (
+        (large, key),
+        (b"](" + large + whole + b"e", key),
+        (b"](" + large + tensor(storage(-(10**9), text("1"), b"N"), one, one) + b"e", key),
+        (below, key),
+        (whole, b"]" + TWICE + b"a"),
+        (tensor(storage(1, more=TWICE), one, one), key),
+    ):
+        write_legacy(weights, body, keys)
+        with limited_memory(), pytest.raises(InputError, match=rf"^{weights}: cannot be read as weights"):
+            load_marian(no_weights)
+
+
+TIED = torch.arange(12.0).reshape(3, 4)
+SAVED: dict[str, PlainValues] = {
+    "a state dict": torch.nn.Linear(2, 3).state_dict(),
+    "parameters": dict(torch.nn.Linear(2, 3).named_parameters()),
+    "tied weights": {"a": TIED, "b": TIED, "c": TIED.t(), "d": TIED[1:, 2:], "e": TIED[:0], "f": TIED[1, 1]},
+    "types": {f"{kind}": torch.ones(2, dtype=kind) for kind in (torch.bfloat16, torch.uint8, torch.bool, torch.cfloat)},
+    "values": {1: 0.5, 2.5: [(True, None)], False: 10**30, "a": 2 * [[1, 2]], "b": {"é": ()}},
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize("protocol", [2, 3])
+@pytest.mark.parametrize("is_archive", [True, False])
+def test_what_torch_save_writes_is_read(tmp_path: Path, name: str, protocol: int, is_archive: bool) -> None:
+    """By PyTorch 1.6 and later, and by earlier versions. `weights_only` does not read protocols 4 and 5."""
+    path = tmp_path / "saved"
+    torch.save(SAVED[name], path, pickle_protocol=protocol, _use_new_zipfile_serialization=is_archive)
+    read = load_weights_only(path)
+    assert str(read) == str(SAVED[name])
+    assert type(read) is type(SAVED[name])
+
+
+def test_weights_in_many_places(tmp_path: Path) -> None:
+    """Tied weights are read, but not more of them than a network has."""
+    for count in (4, 100_000):
+        torch.save(count * [TIED], tmp_path / "saved")
+        with nullcontext() if count == 4 else pytest.raises(ValueError, match="its values are too many"):
+            assert len(load_weights_only(tmp_path / "saved")) == 4
 
 
 def test_settings_of_other_versions_are_completed_or_left_out(whole: Path, tmp_path: Path) -> None:
@@ -450,7 +565,7 @@ def test_a_recipe_of_many_values_is_refused_before_all_of_it_is_read(
     assert f"{recipe}:49: not valid YAML: expected <block end>" in refusal("fit", recipe)
 
 
-BILLION = "a0: &a0 [x]\n" + "".join(
+MANY_ALIASES = "a0: &a0 [x]\n" + "".join(
     f"a{number}: &a{number} [{', '.join(9 * [f'*a{number - 1}'])}]\n" for number in range(1, 10)
 )
 MERGES = "a0: &a0 {k: v}\n" + "".join(
@@ -458,7 +573,7 @@ MERGES = "a0: &a0 {k: v}\n" + "".join(
 )
 
 
-@pytest.mark.parametrize("text", [BILLION, MERGES])
+@pytest.mark.parametrize("text", [MANY_ALIASES, MERGES])
 def test_a_recipe_of_aliases(tmp_path: Path, text: str) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(text)

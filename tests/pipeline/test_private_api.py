@@ -5,6 +5,7 @@ If a test fails, the library has changed. The module named in the test explains 
 
 import inspect
 import os
+from pathlib import Path
 
 import pytest
 import sacrebleu
@@ -111,6 +112,11 @@ def test_pytorch_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that what is set is removed afterwards
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     assert cache_dir() == os.environ["TORCHINDUCTOR_CACHE_DIR"] == pytorch.default_compiler_cache()
+
+
+def test_pytorch_archive(tmp_path: Path) -> None:
+    torch.save({"key": 1.0}, tmp_path / "saved")
+    assert pytorch.archived_pickle(tmp_path / "saved").startswith(b"\x80\2}q\0X\3\0\0\0key")
 
 
 def test_sacrebleu() -> None:
