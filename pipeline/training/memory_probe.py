@@ -89,7 +89,7 @@ class MemoryProbe(Callback):
         self.on_train_batch_end()
 
     def _on_cpu(self, trainer: Trainer, module: TranslationModule) -> tuple[int, MemoryLimit]:
-        """Try growing parts of the micro-batch: a process that exceeds its limit is killed without an error.
+        """Try an eighth of the micro-batch, a quarter, and the whole, if it fits: beyond its limit a process is killed.
 
         No copy of checkpoints is made if it and the micro-batch do not fit together.
 
@@ -98,26 +98,26 @@ class MemoryProbe(Callback):
         keep_freed_memory()
         limit = host_memory_limit(trainer.num_devices)
         writer = checkpoint_io(trainer)
-        size = peak = 0
-        # Each pair is the part of the micro-batch to run and the part to predict, in sixteenths. From an eighth on, the
-        # line through the last two parts predicts the whole within some percent. Lines through smaller parts
-        # overestimate it, since the first steps also allocate memory that later ones reuse, so they predict only the
-        # next part.
-        for part, following in ((1, 0), (2, 4), (4, 16), (16, 16)):
-            smaller, smaller_peak = size, peak
+        for parameter in module.parameters():  # The later parts have the gradients of the first one.
+            parameter.grad = torch.zeros_like(parameter)
+        smaller = peak = 0
+        for part in (1, 2, 8):  # eighths of the micro-batch
+            smaller_peak = peak
             try:
-                size, peak = part, peak_during(partial(self._steps, trainer, module, 16 // part))
+                peak = peak_during(partial(self._steps, trainer, module, 8 // part))
             except (RuntimeError, MemoryError) as error:
                 if (lacking := lacking_memory(error)) is None:
                     raise
-                fitting = self._tokens * smaller // 16 or self._tokens // 32
+                fitting = self._tokens * smaller // 8 or self._tokens // 16
                 raise self._does_not_fit(f"do not fit ({lacking})", fitting) from None
-            growth = (peak - smaller_peak) / (size - smaller)
-            fixed = peak - size * growth
-            if fixed + following * growth + writer.copy.size > limit.size:
-                writer.release()
-            if fixed + following * growth > limit.size:
-                raise self._needs_more(limit, fixed + 16 * growth, fixed)
+            if smaller:  # The line through an eighth and a quarter predicts the whole within some percent.
+                growth = (peak - smaller_peak) / (part - smaller)
+                whole = peak + (8 - part) * growth
+                if whole + writer.copy.size > limit.size:
+                    writer.release()
+                if whole > limit.size:
+                    raise self._needs_more(limit, whole, whole - 8 * growth)
+            smaller = part
         return peak, limit
 
     def _on_gpu(self, trainer: Trainer, module: TranslationModule) -> tuple[int, MemoryLimit]:
