@@ -65,7 +65,10 @@ def stops_at_first(tokenizer: Tokenizer) -> TrainedModel:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", list(SHAPES))
-def test_every_format_agrees_for_each_shape(tokenizer: Tokenizer, tmp_path: Path, shape: str) -> None:
+def test_every_format_agrees_for_each_shape(
+    tokenizer: Tokenizer, tmp_path: Path, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exported_program, "STAGES", (2,))  # Writing each takes long.
     model = make_model(tokenizer, **SHAPES[shape])
     names = [*bundle_files(model, None, None), *bundle_files(model, sorted(ON_REQUEST), None)]
     assert set(FILES.values()) - set(names) == set(LEFT_OUT.get(shape, []))
@@ -161,15 +164,15 @@ def test_a_format_whose_package_is_missing_or_old_is_refused_or_left_out(
 def test_the_programs_of_the_readme_stop_as_the_recipe_says(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = stops_at_first(tokenizer)
+    model, sources = stops_at_first(tokenizer), TEXT.sources[:4]
     write_bundle(model, tmp_path, ["model.ts"], TEXT, [])
     program, faster = re.findall(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    for number, sentence in enumerate(TEXT.sources):
+    for number, sentence in enumerate(sources):
         whole = program if number else program.replace("source = ", faster + "source = ")
         exec(whole.replace("A sentence.", sentence), {})
     first, exact = (
-        [found.text for found in Translator(model.network, tokenizer, decoding).translate(TEXT.sources)]
+        [found.text for found in Translator(model.network, tokenizer, decoding).translate(sources)]
         for decoding in (model.decoding, replace(model.decoding, stop_rule="exact"))
     )
     # sentencepiece writes U+2047 for an unknown piece, `translate` nothing.

@@ -2,8 +2,10 @@
 
 import json
 import logging
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -27,6 +29,13 @@ def answers(model: TrainedModel, source: torch.Tensor, n_best: int) -> BeamResul
     return search.beam(source, source > 0, *settings)
 
 
+def search_of(model: TrainedModel, n_best: int) -> SearchProgram:
+    """Return the search as it is before its export."""
+    tokenizer, (size, penalty, extra, rule) = model.tokenizer, astuple(model.decoding)
+    specials = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
+    return SearchProgram(model.network, specials, BeamArguments(size, penalty, extra, n_best, rule == "first")).eval()
+
+
 def assert_equal(found: BeamResult, expected: BeamResult) -> None:
     length = expected.tokens.size(2)
     assert torch.equal(found.tokens[:, :, :length], expected.tokens)
@@ -39,14 +48,14 @@ def assert_equal(found: BeamResult, expected: BeamResult) -> None:
 def test_the_search_with_the_first_stop_rule_and_what_it_refuses(
     tokenizer: Tokenizer, exported_search: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, search = stops_at_first(tokenizer), ExportedSearch(exported_search)
-    extra = {"card.json": ""}
     logger = logging.getLogger("torch._export.serde.serialize")
     logger.addHandler(caplog.handler)
-    torch.export.load(exported_search, extra_files=extra)
+    model, search = stops_at_first(tokenizer), ExportedSearch(exported_search)
     logger.removeHandler(caplog.handler)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert json.loads(extra["card.json"]) == {"name": "letters"}
+    with ZipFile(exported_search) as archive:
+        [card] = [archive.read(name) for name in archive.namelist() if name.endswith("/card.json")]
+    assert json.loads(card) == {"name": "letters"}
     expected = answers(model, SOURCE, 2)
     assert_equal(search.beam(SOURCE, SOURCE > 0), expected)
     other = answers(replace(model, decoding=replace(model.decoding, stop_rule="exact")), SOURCE, 2)
@@ -65,23 +74,20 @@ def test_the_search_with_the_first_stop_rule_and_what_it_refuses(
 
 
 def test_answers_of_all_stages(tokenizer: Tokenizer) -> None:
-    """The search as it is before its export. One sentence leaves after the first stage, the others reach the last."""
+    """One sentence leaves after the first stage, the others reach the last."""
     model = stops_at_first(tokenizer)
     torch.manual_seed(1)
     source = torch.randint(4, VOCABULARY_SIZE, (4, 6))
     source[2, 3:] = source[3, 5:] = tokenizer.pad_id  # a mask that each stage has to keep
     model = replace(model, decoding=replace(model.decoding, max_extra_tokens=60))
-    specials = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
-    search = SearchProgram(model.network, specials, BeamArguments(2, 0.0, 60, 2, True)).eval()
     expected = answers(model, source, 2)
     lengths = expected.lengths.flatten().tolist()
     assert min(lengths) < 8
     assert max(lengths) > 64
     with torch.no_grad():
-        assert_equal(BeamResult(*search(source, source > 0)), expected)
+        assert_equal(BeamResult(*search_of(model, 2)(source, source > 0)), expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("decoding", "n_best", "shape"),
     [
@@ -91,14 +97,12 @@ def test_answers_of_all_stages(tokenizer: Tokenizer) -> None:
         ({"beam_size": 2, "max_extra_tokens": 9}, 1, {"learned_positions": True, "max_positions": 8}),
     ],
 )
-def test_the_search_with_other_settings(
-    tokenizer: Tokenizer, tmp_path: Path, decoding: dict[str, object], n_best: int, shape: dict[str, object]
-) -> None:
+def test_other_settings(tokenizer: Tokenizer, decoding: dict[str, Any], n_best: int, shape: dict[str, object]) -> None:
+    """Of the search as it is before its export; test_export.py exports each shape."""
     model = replace(make_model(tokenizer, **shape), decoding=DecodingSettings(**{"max_extra_tokens": 6, **decoding}))
-    write_exported_program(model, n_best, "{}", tmp_path / "model.pt2")
-    search = ExportedSearch(tmp_path / "model.pt2")
     for source in (SOURCE, SOURCE[1:2, :2]):
-        assert_equal(search.beam(source, source > 0), answers(model, source, n_best))
+        with torch.no_grad():
+            assert_equal(BeamResult(*search_of(model, n_best)(source, source > 0)), answers(model, source, n_best))
 
 
 class BranchingNorm(torch.nn.Module):
