@@ -185,6 +185,8 @@ def test_bytes_that_neither_end_a_line_nor_are_text(place: Workplace) -> None:
         *(("max_tokens", value, f"it is {value}") for value in (0, 65_535)),
         ("max_length_ratio", 0.99, "it is 0.99"),
         ("seed", -1, "it is -1"),
+        ("variants", 0, "must be 1 or more; it is 0"),
+        ("variants", 3, "3 encodings would all be the same; set corpus.noise or "),
         ("user_symbols", ["<b>", ""], "'' is empty"),
         *(("user_symbols", [symbol], f"{symbol!r} has white space") for symbol in ("<b c>", "a\tb", "\u2581a")),
         ("user_symbols", ["<b>", "</b>", "<b>"], "'<b>' occurs twice"),

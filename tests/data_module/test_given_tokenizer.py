@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sentencepiece
-import yaml
 
 from data_module.corpus.preparation import existing_corpus
 from data_module.corpus.store import open_variants
@@ -18,10 +17,7 @@ from data_module.settings import BpeDropout, CorpusSettings, NoiseSettings, Text
 from data_module.tokenization.encoders import DropoutEncoder, WordEncoder
 from data_module.tokenization.tokenizer import SPACE_MARK, Tokenizer
 from data_module.tokenization.training import standalone_model
-from pipeline.__main__ import main
-from pipeline.config.recipe import load_recipe
-from pipeline.training.doctor import Question, check_fit
-from tests.conftest import pipeline, refusal, sentences, tiny_recipe, train_tokenizer
+from tests.conftest import sentences, train_tokenizer
 from tests.data_module.conftest import made, write_pairs
 
 NUMBERS = ["In 1999, 12,345.67 of 1.000 were 3rd.", "30 °C, 24/7, +49 30 1234567, 2024-05-01", "1999 2000 20 1 a1b22c"]
@@ -56,36 +52,6 @@ def test_two_directions_have_one_vocabulary(tiny_corpus: Path, tmp_path: Path) -
     (learned / "tokenizer.model").write_bytes(train_tokenizer(sentences(200, 9), 60).model)
     with pytest.raises(InputError, match=r"learned/tokenizer\.model has changed"):
         made(reverse)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"tokenizer": "none"}, "corpus.tokenizer: none: no such file; name a run, a bundle or a sentencepiece model"),
-        ({"tokenizer": "FOLDER/tokenizer.seen"}, "corpus.tokenizer: {}/tokenizer.seen: not a tokenizer: no sentencepi"),
-        ({"vocabulary_size": 61}, "corpus.vocabulary_size: 61, but {}/tokenizer.model has 60 pieces; set it to 60"),
-        ({"user_symbols": ["<b>"]}, "corpus.user_symbols: <b>: not in {}/tokenizer.model, and a tokenizer cannot grow"),
-        ({"lowercase": True}, "corpus.lowercase: {}/tokenizer.model does not lower-case; set it to false, or name"),
-        ({"byte_fallback": True}, "corpus.byte_fallback: {}/tokenizer.model has no byte pieces; leave it out, or name"),
-        ({"split_digits": True}, "corpus.split_digits: {}/tokenizer.model has pieces of several digits; leave it out"),
-    ],
-)
-def test_a_tokenizer_that_does_not_suit_is_refused_before_text_is_read(
-    tiny_corpus: Path, tmp_path: Path, changes: dict[str, object], message: str
-) -> None:
-    """By `prepare`, `fit` and `doctor`. The training text is not there, which would be said next."""
-    values = tiny_recipe(tiny_corpus.parent)
-    values["corpus"] |= {"folder": str(tmp_path / "corpus"), "tokenizer": str(tiny_corpus), **changes}
-    values["corpus"]["tokenizer"] = values["corpus"]["tokenizer"].replace("FOLDER", str(tiny_corpus))
-    values["corpus"]["train"] = {"source": "none", "target": "none"}
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(values))
-    expected = message.format(tiny_corpus)
-    assert expected in refusal("prepare", recipe)
-    assert expected in refusal("fit", recipe, "--run.folder", tmp_path / "run")
-    results = check_fit(load_recipe([recipe]), None, Question([recipe], [], False, None))
-    assert [result.message for result in results if expected in result.message and not result.ok]
-    assert not (tmp_path / "corpus").exists()
 
 
 def model_of(**options: object) -> bytes:
@@ -168,21 +134,3 @@ def test_digits_in_noise_are_single_too(tmp_path: Path) -> None:
     for variant in open_variants(tmp_path / "corpus"):
         used = np.unique(variant.source.tokens)
         assert has_single_digits([tokenizer.pieces()[piece] for piece in used])
-
-
-def test_both_directions_are_trained_and_score_each_other(trained_run: Path, tiny_corpus: Path, tmp_path: Path) -> None:
-    """Each reads the other's translations, and their tokens can be compared."""
-    values = tiny_recipe(tiny_corpus.parent)
-    text = values["corpus"]
-    for split in ("train", "validation"):
-        text[split] = {"source": text[split]["target"], "target": text[split]["source"]}
-    text |= {"folder": str(tmp_path / "corpus"), "tokenizer": str(trained_run)}
-    (tmp_path / "reverse.yaml").write_text(yaml.safe_dump(values))
-    assert main(["fit", str(tmp_path / "reverse.yaml"), "--run.folder", str(tmp_path / "run")]) == 0
-    target = tiny_corpus.parent / "validation.target"
-    done = pipeline("translate", tmp_path / "run", "--source", target, "--output", tmp_path / "back")
-    assert done.returncode == 0, done.stderr
-    options = ["--source", tmp_path / "back", "--target", target, "--reverse", tmp_path / "run"]
-    done = pipeline("score", trained_run, *options)
-    assert done.returncode == 0, done.stderr
-    assert [len(line.split("\t")) for line in done.stdout.decode().splitlines()] == [5] * 40

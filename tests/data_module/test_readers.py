@@ -96,11 +96,5 @@ def test_lines_that_are_not_aligned_are_refused(settings: CorpusSettings, tmp_pa
         list(read_pairs(settings.train[0], settings))
 
 
-def test_a_source_without_text_is_refused(settings: CorpusSettings, tmp_path: Path) -> None:
-    (tmp_path / "rows.json").write_text("[]")
-    with pytest.raises(InputError, match=r"rows\.json: has no text; name a source with text"):
-        made(settings)
-
-
 def test_as_lines() -> None:
     assert as_lines(["ä\nb", b"\xff", None, ""]) == ["ä b\n".encode(), b"\xff\n", b"\n", b"\n"]

@@ -258,16 +258,6 @@ def test_a_killed_process_is_one_line(
     assert not list(tmp_path.glob("*corpus*/*"))
 
 
-def test_refusals(settings: CorpusSettings, tmp_path: Path) -> None:
-    for change, message in (
-        ({"variants": 0}, r"corpus\.variants: must be 1 or more; it is 0"),
-        ({"bpe_dropout": BpeDropout()}, r"corpus\.variants: 3 encodings would all be the same; set corpus\.noise or "),
-    ):
-        with pytest.raises(InputError, match=message):
-            made(settings, tmp_path / "refused", **change)
-    assert not (tmp_path / "refused").exists()
-
-
 def module(settings: CorpusSettings, workers: int = 0, **changes: object) -> TranslationDataModule:
     batches = BatchSettings(batch_tokens=400, workers=workers)
     given = replace(settings, **changes)

@@ -297,10 +297,6 @@ def test_a_damaged_file_and_a_pipe_have_no_number_of_lines(tmp_path: Path) -> No
     assert count_lines(pipe) is None  # Opening it would wait for a writer, and reading would take the text away.
 
 
-def test_a_byte_order_mark_is_removed() -> None:
-    assert list(sentences(BytesIO(b"\xef\xbb\xbfa\r\nb\n\n"))) == ["a", "b", ""]
-
-
 PRODUCTS = """
 import ctypes, sys
 from pathlib import Path
