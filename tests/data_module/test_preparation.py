@@ -209,17 +209,33 @@ builder.write_manifest = pause
 """
 
 
-def test_killed_and_run_again(settings: CorpusSettings, tmp_path: Path) -> None:
-    process = start_preparing(settings, PAUSE_BEFORE_MANIFEST.replace("PAUSE", "100"))
+PAUSE_IN_A_PROCESS = """
+variants.CHUNK_PAIRS, variants.num_processors = 64, lambda: 2
+encode = variants._ChunkEncoder.__getitem__
+def pause(encoder, item):
+    if item == 3:
+        print('half-way', flush=True)
+        time.sleep(100)
+    return encode(encoder, item)
+variants._ChunkEncoder.__getitem__ = pause
+"""
+
+
+@pytest.mark.parametrize("pause", [PAUSE_BEFORE_MANIFEST.replace("PAUSE", "100"), PAUSE_IN_A_PROCESS], ids=len)
+def test_killed_and_run_again(settings: CorpusSettings, tmp_path: Path, pause: str) -> None:
+    """No process goes on, with which its output would; and the same bytes in the end."""
+    settings = replace(settings, variants=2, noise=NoiseSettings(typos=0.3))
+    process = start_preparing(settings, pause)
     assert process.stdout is not None
     assert process.stdout.readline() == "half-way\n"
     process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.communicate(timeout=50)
     assert not Path(settings.folder).exists()
     assert (tmp_path / ".corpus.partial").exists()
     made(settings)
-    assert text_of(settings) == pairs_of_text(400, 1)
     assert not (tmp_path / ".corpus.partial").exists()
+    made(replace(settings, folder=str(tmp_path / "whole")))
+    assert contents(settings.folder) == contents(tmp_path / "whole")
 
 
 def test_of_two_concurrent_processes_one_writes_and_the_other_reads(settings: CorpusSettings) -> None:

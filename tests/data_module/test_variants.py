@@ -1,10 +1,8 @@
 """Variants of the training text, the same bytes whoever writes them, and weights: which pairs an epoch has."""
 
 import os
-import random
 import shutil
 import signal
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,7 +24,7 @@ from data_module.settings import BatchSettings, BpeDropout, CorpusSettings, Nois
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from tests.conftest import train_tokenizer
-from tests.data_module.conftest import contents, pairs_of_text, start_preparing, write_pairs
+from tests.data_module.conftest import contents, pairs_of_text, write_pairs
 
 DROPOUT = BpeDropout(source=0.3, target=0.3)
 SPECIAL = SpecialIds(pad=0, bos=2, eos=3)
@@ -190,9 +188,6 @@ def test_symbols_stay_whole(settings: CorpusSettings, tmp_path: Path) -> None:
         assert all(sentence.endswith(" Tag<b>") and sentence[:-7].isupper() for sentence in side)
 
 
-SMALL_CHUNKS = f"variants.CHUNK_PAIRS = {CHUNK_PAIRS}\nvariants.num_processors = lambda: 2"
-
-
 def noisy(settings: CorpusSettings, folder: Path) -> CorpusSettings:
     return replace(settings, folder=str(folder), noise=NoiseSettings(typos=0.3, web_address=0.1))
 
@@ -217,29 +212,6 @@ def test_another_seed_draws_other_numbers(settings: CorpusSettings, tmp_path: Pa
     assert contents(first)["tokenizer.model"] == contents(other)["tokenizer.model"]
     for one, two in zip(open_variants(first), open_variants(other), strict=True):
         assert ids(one) != ids(two)
-
-
-@pytest.mark.slow
-def test_killed_at_random_moments(settings: CorpusSettings, tmp_path: Path) -> None:
-    """The same bytes in the end, no half corpus before, and no process that goes on."""
-    whole, killed = noisy(settings, tmp_path / "whole"), noisy(settings, tmp_path / "killed")
-    began = time.monotonic()
-    assert start_preparing(whole, SMALL_CHUNKS).communicate(timeout=120)[0] == "done\n"
-    duration, moments, kills = time.monotonic() - began, random.Random(1), 0
-    for _ in range(10):
-        with start_preparing(killed, SMALL_CHUNKS) as process:
-            with_workers = moments.random() < 0.7
-            time.sleep(duration * (moments.uniform(0.6, 1.0) if with_workers else moments.uniform(0.0, 0.6)))
-            kills += process.poll() is None
-            process.send_signal(signal.SIGKILL)
-        folder = Path(killed.folder)
-        if folder.exists():
-            assert contents(folder) == contents(Path(whole.folder))
-            shutil.rmtree(folder)
-    assert kills >= 5
-    assert start_preparing(killed, SMALL_CHUNKS).communicate(timeout=120)[0] == "done\n"
-    assert contents(Path(whole.folder)) == contents(Path(killed.folder))
-    assert sorted(path.name for path in tmp_path.iterdir() if "partial" in path.name) == []
 
 
 def test_a_killed_process_is_one_line(
