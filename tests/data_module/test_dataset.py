@@ -18,7 +18,7 @@ from data_module.corpus.pairs import read_pairs
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
 from pipeline.training.new_corpus import ensure_corpus
-from tests.conftest import ROOT, pipeline, sentences
+from tests.conftest import ROOT, pipeline, run_here, sentences
 from tests.data_module.conftest import contents, fails, made, text_of, write_pairs
 
 Rows = Sequence[tuple[str | bytes | None, str | None]]
@@ -309,8 +309,8 @@ def test_a_damaged_file_among_several_is_named(settings: CorpusSettings, tmp_pat
     path.write_bytes(data)
     message = fails(settings, "wmt14/de-en/train-00001-of-00003.parquet: is damaged, or lacks", " fetch the file again")
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"corpus": asdict(settings)}))
-    done = pipeline("prepare", "--config", tmp_path / "recipe.yaml")
-    assert done.stderr.decode() == f"error: {message}\n"  # and no output of the library
+    _, said = run_here("prepare", "--config", tmp_path / "recipe.yaml", code=2)
+    assert said == f"error: {message}\n"  # and no output of the library
 
 
 def test_without_the_library(settings: CorpusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from pipeline.inference import shards
 from pipeline.inference.options import Prefixes, SearchOptions, with_prefix
 from pipeline.inference.text_io import CHUNK
 from pipeline.inference.translator import EMPTY, Translator
-from tests.conftest import pipeline, refusal, run_here, train_tokenizer
+from tests.conftest import refusal, run_here, train_tokenizer
 from tests.pipeline.test_translator import SETTINGS, make_network, make_sentences
 
 
@@ -136,11 +136,10 @@ def test_a_bundle_of_an_earlier_version_takes_none(tokenizer: Tokenizer) -> None
         translator.translate(["ein hund"], target_prefixes=["ein"])
 
 
-@pytest.mark.two_processors
 def test_commands_bundles_and_the_api_agree(
     trained_run: Path, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From a file, for a search and for samples, by one process and in shards by two."""
+    """From a file, for a search and for samples, in order and in shards."""
     model = pipeline_api.load(trained_run)
     text = ["the dog sees a cat", "a red house", ""] * 5
     first, second = "cat a", "house red"
@@ -154,7 +153,7 @@ def test_commands_bundles_and_the_api_agree(
     assert one == model.translate(text, target_prefix=prefixes)
     for line, prefix, given in zip(one, prefixes, text, strict=True):
         assert line.startswith(prefix) if given else line == ""
-    assert pipeline(*words, "--devices", 2, "--output", output, "--shard-lines", CHUNK).returncode == 0
+    run_here(*words, "--output", output, "--shard-lines", CHUNK)
     assert output.read_text().splitlines() == one
     # A task of an array that begins in the middle has two runs of shards.
     with monkeypatch.context() as patch:

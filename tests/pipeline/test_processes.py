@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,6 @@ from data_module.worker_processes import num_processors
 from pipeline.inference.processes import choose_devices, run_on_devices
 from pipeline.inference.text_io import CHUNK
 from tests.conftest import ROOT, pipeline, sentences
-from tests.pipeline.failing_work import work_or_fail
 
 NAME = r"translation process 2 of 2 \(cpu\)"
 WAY_OUT = "see what it wrote above, and give fewer --devices if memory ran out"
@@ -42,6 +42,20 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
             choose_devices(count + 1)
 
 
+def work_or_fail(failure: str, device: str, number: int) -> None:
+    """Fail in the second process; the first one would never end."""
+    if number == 0:
+        time.sleep(600)
+    match failure:
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "memory":
+            raise RuntimeError("DefaultCPUAllocator:\n can't allocate memory: you tried 9 bytes")
+        case "full disk":
+            raise OSError(28, "No space left on device", "output")
+    raise RuntimeError("a bug")
+
+
 @pytest.mark.parametrize(
     ("failure", "kind", "message"),
     [
@@ -55,9 +69,11 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_process_that_fails_ends_the_others(
     failure: str, kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FAILURE", failure)
+    """By forks, which need not import PyTorch anew."""
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: fork)
     with pytest.raises(kind) as caught:
-        run_on_devices(work_or_fail, ["cpu", "cpu"])
+        run_on_devices(partial(work_or_fail, failure), ["cpu", "cpu"])
     assert re.fullmatch(message, str(caught.value))
     assert multiprocessing.active_children() == []
 
@@ -165,8 +181,10 @@ def is_translating(command: Command) -> bool:
 
 @pytest.mark.parametrize(
     ("moment", "signum"),
-    [("starting", signal.SIGINT), ("translating", signal.SIGTERM)]
-    + [(moment, signal.SIGKILL) for moment in ("starting", "translating")],
+    [
+        *(pytest.param("starting", signum, marks=pytest.mark.slow) for signum in (signal.SIGINT, signal.SIGKILL)),
+        *(("translating", signum) for signum in (signal.SIGTERM, signal.SIGKILL)),
+    ],
 )
 @pytest.mark.two_processors
 def test_no_process_outlives_the_first(
