@@ -1,7 +1,6 @@
 """`train`: its figures, its baselines, and the FLOPs that it counts."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from data_module.errors import InputError
 from model.loss import label_smoothed_loss
 from model.settings import NetworkSettings
 from model.transformer import Transformer
@@ -114,12 +112,6 @@ def test_rounds_of_warm_up_memory_and_time() -> None:
     assert comparison.token_rates == {"ours": [4.0] * 3, "torch": [11 / 2, 12 / 2, 13 / 2]}
     assert (comparison.num_tokens, comparison.num_row_tokens) == (15, 18)
     assert comparison.peak_memory == {"ours": 8 * 4, "torch": 8 * 4}
-
-
-def test_a_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(InputError, match=r"\.venv/bin/pip install -c constraints\.txt -e '\.\[huggingface\]'"):
-        baseline_network("marian", VOCABULARY, SETTINGS, SPECIAL, longest=20)
 
 
 @pytest.mark.parametrize(("settings", "lengths"), [(SETTINGS, RAGGED), (DEEP, EVEN)], ids=["2+2", "3+1"])

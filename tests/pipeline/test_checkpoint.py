@@ -372,18 +372,3 @@ def test_files_that_are_no_checkpoint_are_refused(finished_run: Path, tmp_path: 
     for path, said in ((truncated, "is truncated or"), (text, "not a checkpoint"), (plain, "is not a checkpoint of")):
         with pytest.raises(InputError, match=f"^{path}: .*{said}"):
             load_model(path)
-
-
-class WritesFile:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return Path.write_text, (self.path, "written")
-
-
-def test_reading_a_checkpoint_executes_no_code(tmp_path: Path) -> None:
-    torch.save({"state_dict": {}, "translation": WritesFile(tmp_path / "written")}, tmp_path / "malicious.ckpt")
-    with pytest.raises(InputError, match="cannot be read"):
-        load_model(tmp_path / "malicious.ckpt")
-    assert not (tmp_path / "written").exists()

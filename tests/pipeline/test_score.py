@@ -2,7 +2,6 @@
 
 import os
 import random
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,6 @@ from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
-from pipeline.__main__ import main
 from pipeline.checkpointing.checkpoint import (
     TrainedModel,
     load_model,
@@ -279,20 +277,6 @@ def test_the_alignments_file(trained_run: Path, texts: tuple[Path, Path], tmp_pa
     os.close(write_end)
     with os.fdopen(read_end, encoding="utf-8") as pipe:
         assert pipe.read() == (tmp_path / "linked").read_text() == "\n".join(lines)
-
-
-def test_the_alignments_file_is_whole_where_nobody_reads_the_scores(
-    trained_run: Path, texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As with `| head -1`."""
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    command = ["score", trained_run, "--source", texts[0], "--target", texts[1], "--alignments", tmp_path / "words"]
-    with os.fdopen(write_end, "w", buffering=1, encoding="utf-8") as closed:
-        monkeypatch.setattr(sys, "stdout", closed)
-        monkeypatch.setattr(sys, "argv", ["pipeline", *map(str, command)])
-        assert main() == 0  # as a process, whose standard streams it replaces
-    assert len((tmp_path / "words").read_text().splitlines()) == len(SOURCES)
 
 
 def test_alignments_do_not_count_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
