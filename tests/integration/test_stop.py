@@ -10,17 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import pipeline, program
-from tests.integration.runs import assert_ended, assert_same_state, checkpoints, descendants, start, step_of
+from tests.conftest import program, run_here
+from tests.integration.runs import assert_ended, checkpoints, descendants, start, step_of
+
+RARELY = ["--run.checkpoint_every_steps", 1000, "--trainer.val_check_interval", 1000]
 
 
 def test_stopped_and_resumed(recipe_file: Path, tmp_path: Path) -> None:
-    """By Ctrl-C; test_full_disk.py has SIGTERM to two ranks."""
+    """By Ctrl-C; test_full_disk.py has SIGTERM to two ranks, test_kills.py compares with an uninterrupted run."""
     run, log = tmp_path / "run", tmp_path / "stderr"
-    command = ["fit", "--config", recipe_file, "--network.dropout", 0.3, "--batches.workers", 2]
-    command += ["--run.checkpoint_every_steps", 1000, "--trainer.val_check_interval", 1000]
+    command = ["fit", "--config", recipe_file, "--run.folder", run, "--batches.workers", 2, *RARELY]
     with log.open("w") as stderr:
-        process = start(*command, "--run.folder", run, "--trainer.max_steps", 100_000, stderr=stderr)
+        process = start(*command, "--trainer.max_steps", 100_000, stderr=stderr)
     while "training:" not in log.read_text() and process.poll() is None:
         time.sleep(0.01)
     time.sleep(1)
@@ -31,20 +32,17 @@ def test_stopped_and_resumed(recipe_file: Path, tmp_path: Path) -> None:
     assert log.read_text().count(f"asked to stop: saved after step {step_of(saved)}; ") == 1
     assert "Traceback" not in log.read_text()
     assert_ended(children)
-    options = ["--trainer.max_steps", step_of(saved) + 5]
-    again = pipeline(*command, "--run.folder", run, *options)
-    assert again.returncode == 0
-    assert again.stderr.decode().count(f"resuming from {saved}") == 1
-    assert pipeline(*command, "--run.folder", tmp_path / "whole", *options).returncode == 0
-    assert_same_state(checkpoints(run)[-1], checkpoints(tmp_path / "whole")[-1])
+    _, said = run_here(*command, "--trainer.max_steps", step_of(saved) + 5)
+    assert said.count(f"resuming from {saved}") == 1
+    assert [step_of(path) for path in checkpoints(run)] == [step_of(saved) + 5]
 
 
 def test_a_closed_terminal(recipe_file: Path, tmp_path: Path) -> None:
     """Every write to it fails from then on; the run saves and stops as by SIGTERM."""
     terminal, stderr = os.openpty()
     termios.tcsetwinsize(stderr, (24, 80))
-    run, options = tmp_path / "run", ["--run.checkpoint_every_steps", 1000, "--trainer.val_check_interval", 1000]
-    command = ["fit", "--config", recipe_file, "--run.folder", run, "--trainer.max_steps", 100_000, *options]
+    run = tmp_path / "run"
+    command = ["fit", "--config", recipe_file, "--run.folder", run, "--trainer.max_steps", 100_000, *RARELY]
     process = start(*command, stderr=stderr)
     os.close(stderr)
     shown = b""
@@ -76,15 +74,15 @@ def test_signals_after_the_end(recipe_file: Path, tmp_path: Path) -> None:
 def test_max_time(recipe_file: Path, tmp_path: Path) -> None:
     """Each start trains for max_time, exits with 75 and saves a checkpoint, which the next one replaces."""
     run = tmp_path / "run"
-    command = ["fit", "--config", recipe_file, "--run.folder", run, "--trainer.max_time", "00:00:00:01"]
-    command += ["--run.checkpoint_every_steps", 1000, "--trainer.val_check_interval", 1000]
+    command = ["fit", "--config", recipe_file, "--run.folder", run, "--trainer.max_time", "00:00:00:01", *RARELY]
     steps = []
     for _ in range(2):
-        done = pipeline(*command, "--trainer.max_steps", 100_000)
-        assert done.returncode == 75
+        _, said = run_here(*command, "--trainer.max_steps", 100_000, code=75)
         steps.append(step_of(checkpoints(run)[-1]))
-        last = done.stderr.decode().splitlines()[-1]
-        assert last == f"trainer.max_time has passed: saved after step {steps[-1]}; run the same command to resume"
+        assert (
+            said.splitlines()[-1]
+            == f"trainer.max_time has passed: saved after step {steps[-1]}; run the same command to resume"
+        )
     assert steps[1] > steps[0] + 5
     assert [step_of(path) for path in checkpoints(run)] == steps[1:]
 

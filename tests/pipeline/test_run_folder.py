@@ -38,12 +38,14 @@ from pipeline.checkpointing.run_folder import (
     is_run,
     read_metrics,
     reset_marker,
+    should_reset,
     stored_run_id,
 )
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.runtime import launch, signals
 from pipeline.runtime.launch import JobStep, versions
 from pipeline.runtime.signals import Stopped
+from pipeline.training import recipe_checks
 from tests.conftest import ROOT, another_user, refusal
 
 HOLD_LOCK = """
@@ -190,6 +192,18 @@ def test_a_folder_in_use_is_refused(
         RunFolder(run, patience_seconds=60.0).close()
         assert capsys.readouterr().err == waiting_message + "60 s\n"
     RunFolder(run).close()
+
+
+@pytest.mark.parametrize(("job", "slept"), [(None, []), (STEP, [0.5, 0.5])])
+def test_a_job_waits_for_its_predecessor(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: JobStep | None, slept: list[float]
+) -> None:
+    monkeypatch.setattr(recipe_checks, "current_step", lambda: job)
+    monkeypatch.setattr(recipe_checks, "LOCK_PATIENCE_SECONDS", 1)
+    with closing(RunFolder(tmp_path / "run")):
+        clock = Clock(monkeypatch)
+        assert "another fit is writing to it" in refusal("fit", recipe_file, "--run.folder", tmp_path / "run")
+    assert clock.slept == slept
 
 
 def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,7 +374,9 @@ def test_removing_a_run_keeps_other_files(recipe: Recipe) -> None:
     folder.remove_run(STEP)
     assert {path.name for path in run.iterdir()} == {*kept, reset_marker(run, STEP).name}
     assert {f"checkpoints/{path.name}" for path in (run / "checkpoints").iterdir()} == {*copies}
-    assert reset_marker(run, STEP) != reset_marker(run, replace(STEP, job="8"))
+    # The same job, requeued, resumes.
+    jobs = STEP, replace(STEP, job="8"), None
+    assert [should_reset(True, run, job) for job in jobs] == [False, True, True]
     folder.remove_run(None)
     assert {path.name for path in run.iterdir()} == kept
     folder.close()

@@ -5,8 +5,6 @@ collectives, so that the other ranks can be a whole step ahead. Other variables 
 
     SAVE_SECONDS   additional time to save a checkpoint
     CRASH_AFTER    SLOW_RANK fails in the step after this one
-    LINGERS        if "yes", the process starts to train once it is asked to stop
-    LOCK_PATIENCE  seconds to wait for another process that writes to the run folder
 """
 
 import sys
@@ -23,8 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.runtime import signals
-from pipeline.training import graceful_stop, recipe_checks
+from pipeline.training import graceful_stop
 
 SECONDS = 0.1
 SAVE_SECONDS = float(os.environ.get("SAVE_SECONDS", "0.1"))
@@ -51,10 +48,7 @@ def then_sleep(method: Callable[..., Any], moment: str) -> Any:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["fit"]:
         print("MOMENT start", file=sys.stderr, flush=True)
-        while os.environ.get("LINGERS") == "yes" and signals.first_signal() is None:
-            time.sleep(0.1)
         graceful_stop.MARGIN_SECONDS = 2  # ranks on CPUs would wait half a minute longer
-        recipe_checks.LOCK_PATIENCE_SECONDS = int(os.environ.get("LOCK_PATIENCE", recipe_checks.LOCK_PATIENCE_SECONDS))
         from model.training_module import TranslationModule
         from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
 

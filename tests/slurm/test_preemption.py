@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpointing.run_folder import STARTS, SUMMARY
-from tests.conftest import pipeline
 from tests.integration.runs import assert_same_state, checkpoints, scalars
 from tests.slurm.cluster import Cluster, Job
 from tests.slurm.jobs import SLOWLY, resumed_from, saved_after, train
@@ -78,18 +77,6 @@ def test_a_more_urgent_job(cluster: Cluster, recipe_file: Path, tmp_path: Path) 
     assert 0 < summary["goodput"] < 1
 
 
-def test_time_is_up(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
-    """Without a warning before: SIGTERM at the limit, then SIGKILL after KillWait."""
-    options = ["--trainer.max_steps", 2000, "--run.checkpoint_every_steps", 5000]
-    limit = ["--time=1", "--signal=USR1@0"]
-    job = train(cluster, recipe_file, tmp_path / "run", *options, sbatch=limit, environment=SLOWLY)
-    job.wait_for("; requeued")
-    [step] = saved_after(job)
-    assert step > 0
-    job.wait_for("resuming from")
-    assert resumed_from(job) == [step]
-
-
 def test_cancelled_by_its_owner(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
     """It saves and is not requeued, also if it is cancelled again while it saves.
 
@@ -110,52 +97,3 @@ def test_cancelled_by_its_owner(cluster: Cluster, recipe_file: Path, tmp_path: P
     assert again.wait() == "COMPLETED", again.log
     assert resumed_from(again) == [step]
     assert job.state == "CANCELLED"
-
-
-def test_each_start_has_its_own_time(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
-    """A run that trainer.max_time has stopped is not finished: its job is requeued. `--fresh` counts once."""
-    run = tmp_path / "run"
-    assert pipeline("fit", "--config", recipe_file, "--run.folder", run).returncode == 0
-    options = ["--fresh", "--trainer.max_time", "00:00:00:02"]
-    options += ["--trainer.max_steps", 2000, "--run.checkpoint_every_steps", 1000]
-    job = train(cluster, recipe_file, run, *options, nodes=1, environment={**SLOWLY, "SLOW_RANK": "0"})
-    job.wait_for("resuming from", times=2)
-    stops = saved_after(job)[:2]
-    assert resumed_from(job) == stops
-    assert stops[1] > stops[0]
-    assert job.log.count("trainer.max_time has passed") >= 2
-    assert job.restarts == 2
-
-
-def test_two_jobs_on_one_run(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
-    """One writes undisturbed. Another is refused after waiting for it, a third resumes the run when it has ended."""
-    run = tmp_path / "run"
-    options = ["--trainer.max_steps", 5000, "--run.log_every_steps", 1, "--run.checkpoint_every_steps", 1000]
-    slowly = {**SLOWLY, "SLOW_RANK": "0"}
-    writer = train(cluster, recipe_file, run, *options, nodes=1, environment=slowly)
-    writer.wait_for("MOMENT training")
-    refused = train(cluster, recipe_file, run, *options, nodes=2, environment={**slowly, "LOCK_PATIENCE": "1"})
-    waiting = train(cluster, recipe_file, run, *options, nodes=1, environment={**slowly, "LOCK_PATIENCE": "400"})
-    assert refused.wait() == "FAILED"
-    assert refused.fields()["ExitCode"] == "2:0"
-    assert refused.restarts == 0
-    assert refused.log.count(f"error: {run}: another fit is writing to it; wait for it to end") == 1
-    assert "Traceback" not in refused.log
-    waiting.wait_for(f"{run}: another fit is writing to it; waiting 400 s")
-    cluster.run("scancel", writer.number)
-    assert writer.wait() == "CANCELLED"
-    waiting.wait_for("resuming from")
-    [step] = saved_after(writer)
-    assert resumed_from(waiting) == [step]
-    assert writer.log.count("MOMENT start") == 1
-    assert [step for step, _ in scalars(run, "train/learning_rate")][:step] == list(range(1, step + 1))
-
-
-def test_a_time_limit_too_short_to_begin(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
-    """It would be requeued forever: SLURM asks it to stop three minutes before the end, which is at once."""
-    environment = {**SLOWLY, "LINGERS": "yes"}
-    job = train(cluster, recipe_file, tmp_path / "run", sbatch=["--time=1"], environment=environment)
-    assert job.wait() == "FAILED", job.log
-    assert job.restarts == 2
-    last = job.log.splitlines()[-1]
-    assert "is --time too short?), 3 times before training began" in last

@@ -1,4 +1,4 @@
-"""The other scripts of slurm/: the chain of submit.sh, sweeps, shared texts, TensorBoard; and shellcheck for all."""
+"""The other scripts of slurm/: the chain of submit.sh, shared texts, synthesis; and shellcheck for all."""
 
 import json
 import os
@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import time
-import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,10 +15,9 @@ import yaml
 from pipeline.inference.shards import MANIFEST
 from pipeline.inference.text_io import CHUNK
 from tests.conftest import ROOT, pipeline, sentences, tiny_recipe, write_text
-from tests.integration.runs import checkpoints, step_of
 from tests.integration.test_synthesize_kills import results
 from tests.slurm.cluster import Cluster, Job
-from tests.slurm.jobs import NO_GPUS, SLOWLY, saved_after
+from tests.slurm.jobs import NO_GPUS
 from tests.slurm.test_training import EXTENDED
 
 SCRIPTS = sorted((ROOT / "slurm").glob("*.s[hb]*"))
@@ -82,35 +80,6 @@ def test_a_failed_link_cancels_the_rest(cluster: Cluster, tmp_path: Path) -> Non
     assert str(tmp_path / "train.source") in jobs["prepare"].log
 
 
-@pytest.mark.slow
-def test_one_task_of_a_sweep_is_preempted(cluster: Cluster, tiny_corpus: Path, tmp_path: Path) -> None:
-    """Only the last task of an array is requeued, although it has the array's job id."""
-    recipes = []
-    for name in ("a", "b"):
-        values = tiny_recipe(tiny_corpus.parent)
-        values["run"]["folder"] = str(tmp_path / name)
-        values["trainer"]["max_steps"] = 60
-        recipes.append(tmp_path / f"{name}.yaml")
-        recipes[-1].write_text(yaml.safe_dump(values))
-    array = cluster.submit(
-        "--array=0-1", "--nodes=1", *NO_GPUS, "slurm/sweep.sbatch", *recipes, **SLOWLY, SLOW_RANK="0"
-    )
-    listed = cluster.run("squeue", "--array", "-h", "-o", "%i").stdout.split()
-    assert sorted(listed) == [f"{array.number}_0", f"{array.number}_1"]
-    cluster.wait_until(lambda: len(numbers(array)) == 2, 200)
-    [own] = [job for job in numbers(array) if job == array.number]
-    log = Job(cluster, own)
-    log.wait_for("MOMENT training", times=3)
-    cluster.run("scancel", "--signal=USR1", f"{array.number}_1")
-    jobs = {number: Job(cluster, number) for number in numbers(array)}
-    assert [job.wait() for job in jobs.values()] == ["COMPLETED", "COMPLETED"]
-    assert {number: job.restarts for number, job in jobs.items()} == {
-        number: int(number == array.number) for number in jobs
-    }
-    assert len(saved_after(log)) == 1
-    assert [step_of(checkpoints(tmp_path / name)[-1]) for name in ("a", "b")] == [60, 60]
-
-
 def numbers(array: Job) -> list[str]:
     """Return the job ids of an array's tasks that have started."""
     return [one["JobId"] for one in array.all_fields() if one["ArrayTaskId"].isdigit()]
@@ -141,28 +110,6 @@ def test_tasks_that_share_a_text(cluster: Cluster, trained_run: Path, tmp_path: 
     assert other.wait() == "FAILED"
     assert (other.fields()["ExitCode"], other.restarts) == ("2:0", 0)
     assert other.log.count(f"error: {shards}: was begun with another length_penalty (see ") == 1
-
-
-@pytest.mark.slow
-def test_tensorboard_says_where_it_is(cluster: Cluster, trained_run: Path) -> None:
-    job = cluster.submit(*ANY_NODE.split(), "slurm/tensorboard.sbatch", trained_run)
-    job.wait_for("TensorBoard has no password")
-    # To the node itself, through the login node, where ssh answers on the nodes.
-    tunnel = job.log.split(" -L ")[1].split()[0]
-    local, node, port = tunnel.split(":")
-    assert local == port
-    answers = []
-
-    def answered() -> bool:
-        try:
-            with urllib.request.urlopen(f"http://{node}:{port}/data/runs", timeout=5) as page:
-                answers.append(json.load(page))
-        except OSError:
-            return False
-        return bool(answers[-1])
-
-    cluster.wait_until(answered, 200)
-    assert answers[-1] == ["tensorboard"]
 
 
 @pytest.mark.slow
