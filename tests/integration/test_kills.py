@@ -180,16 +180,16 @@ def check_kills(recipe: Path, folder: Path, *, positions: int, steps: int, kills
     assert 0 < summaries[0]["goodput"] < summaries[1]["goodput"] < 1
 
 
-def test_a_few_kills(recipe_file: Path, tmp_path: Path) -> None:
-    check_kills(recipe_file, tmp_path, positions=200_000, steps=36, kills=2, while_writing=1)
+def test_a_kill_while_a_checkpoint_is_written(recipe_file: Path, tmp_path: Path) -> None:
+    check_kills(recipe_file, tmp_path, positions=200_000, steps=36, kills=1, while_writing=1)
 
 
 @pytest.mark.slow
-def test_twenty_kills(recipe_file: Path, tmp_path: Path) -> None:
-    check_kills(recipe_file, tmp_path, positions=400_000, steps=150, kills=20, while_writing=8)
+def test_ten_kills(recipe_file: Path, tmp_path: Path) -> None:
+    check_kills(recipe_file, tmp_path, positions=400_000, steps=90, kills=10, while_writing=4)
     newest = checkpoints(tmp_path / "killed")[-1]
     assert newest.stat().st_size >= 100_000_000
-    assert position(torch.load(newest, weights_only=True, mmap=True))["epoch"] >= 5
+    assert position(torch.load(newest, weights_only=True, mmap=True))["epoch"] >= 3
 
 
 def test_child_processes_of_a_killed_run_end(recipe_file: Path, tmp_path: Path) -> None:

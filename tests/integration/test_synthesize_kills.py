@@ -39,6 +39,7 @@ def stages(log: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_killed_in_several_stages(trained_run: Path, tmp_path: Path) -> None:
+    """tests/slurm/test_scripts.py has other stages."""
     write_text(tmp_path)
     recipe = tiny_recipe(tmp_path)
     recipe["run"]["checkpoint_every_steps"] = 20
@@ -56,11 +57,8 @@ def test_killed_in_several_stages(trained_run: Path, tmp_path: Path) -> None:
 
     for stage, signum, moment in (
         ("prepare-forward", signal.SIGKILL, ""),
-        ("fit-forward", signal.SIGKILL, "training:"),
         ("translate-round1.source", signal.SIGKILL, "using"),
-        ("score-round1", signal.SIGKILL, "using"),
         ("fit-round1", signal.SIGTERM, "training:"),
-        ("evaluate-round1", signal.SIGKILL, "using"),
     ):
         log = tmp_path / "log"
         with log.open("w") as stderr:
@@ -79,6 +77,7 @@ def test_killed_in_several_stages(trained_run: Path, tmp_path: Path) -> None:
         order = order[len(done) - 1 :]
     last = pipeline(*command)
     assert last.returncode == 0, last.stderr.decode()
-    assert stages(last.stderr.decode()) == order == ["evaluate-round1"]
+    assert stages(last.stderr.decode()) == order
+    assert order[0] == "fit-round1"
     assert last.stdout == undisturbed.stdout
     assert results(work) == expected

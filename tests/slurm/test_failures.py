@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.integration.runs import assert_same_state, checkpoints, step_of
+from tests.integration.runs import checkpoints, step_of
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import SLOWLY, resumed_from, train, wait_until_saved
 
@@ -28,9 +28,9 @@ def lost_node(cluster: Cluster, node: str) -> Iterator[None]:
 
 
 def test_a_dead_rank_a_hung_rank(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
-    """The same job goes on, on the same nodes, and ends like a run that was never interrupted."""
+    """The same job goes on, on the same nodes; test_preemption.py compares with a run that was never interrupted."""
     run = tmp_path / "run"
-    options = ["--network.dropout", 0.3, "--run.checkpoint_every_steps", 2, "--run.keep_last", 1000]
+    options = ["--run.checkpoint_every_steps", 2, "--run.keep_last", 1000]
     options += ["--trainer.max_steps", 100, "--run.timeout_seconds", 6]
     job = train(cluster, recipe_file, run, *options, environment=SLOWLY)
 
@@ -55,9 +55,7 @@ def test_a_dead_rank_a_hung_rank(cluster: Cluster, recipe_file: Path, tmp_path: 
     assert job.restarts == 0
     assert not list(run.glob(".starts-*"))
     assert not list(ROOT.glob(f".*-{job.number}"))
-    whole = train(cluster, recipe_file, tmp_path / "whole", *options)
-    assert whole.wait() == "COMPLETED", whole.log
-    assert_same_state(checkpoints(run)[-1], checkpoints(tmp_path / "whole")[-1])
+    assert step_of(checkpoints(run)[-1]) == 100
 
 
 def test_a_lost_node(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
