@@ -361,7 +361,7 @@ def test_silent_ranks_are_named(tmp_path: Path) -> None:
     ]
 
 
-def go_on_after_a_suspension(folder: Path, tokenizer: Path, seconds: float) -> str:
+def get_an_error(folder: Path, tokenizer: Path, message: str, seconds: float = 0.0) -> str:
     """Get an error after all clocks have jumped by so many seconds; return its note, and how the program reports it."""
     callback, trainer, module = make_callback(folder, tokenizer)
     callback.on_fit_start(trainer, module)
@@ -371,7 +371,7 @@ def go_on_after_a_suspension(folder: Path, tokenizer: Path, seconds: float) -> s
     try:
         with known_failures_in_one_line():
             try:
-                raise RuntimeError("[gloo] Timed out waiting for recv")
+                raise RuntimeError(message)
             except RuntimeError as error:
                 callback.on_exception(trainer, module, error)
                 raise
@@ -383,8 +383,8 @@ def go_on_after_a_suspension(folder: Path, tokenizer: Path, seconds: float) -> s
 @pytest.mark.parametrize("seconds", [TIMEOUT_SECONDS + 30, TIMEOUT_SECONDS / 3])
 def test_a_rank_says_that_it_was_suspended(tiny_corpus: Path, tmp_path: Path, seconds: float) -> None:
     """In one line; a rank that was only slow does not."""
-    arguments = tmp_path, tiny_corpus / "tokenizer.model", seconds
-    for rank, said in enumerate(results(tmp_path, go_on_after_a_suspension, arguments, arguments)):
+    arguments = tmp_path, tiny_corpus / "tokenizer.model", "[gloo] Timed out waiting for recv", seconds
+    for rank, said in enumerate(results(tmp_path, get_an_error, arguments, arguments)):
         if seconds < TIMEOUT_SECONDS:
             assert said.startswith("RuntimeError: [gloo] Timed out waiting for recv['step 0: no rank has died or hangs")
         else:
@@ -394,28 +394,13 @@ def test_a_rank_says_that_it_was_suspended(tiny_corpus: Path, tmp_path: Path, se
             assert re.fullmatch(rf"{words} .*; run the same command to resume from the last checkpoint", said)
 
 
-def fail_as_rank_1(folder: Path, tokenizer: Path, rank: int) -> str:
-    """Get an error of the rank's own as rank 1, and a collective's as rank 0; return how the program reports it."""
-    callback, trainer, module = make_callback(folder, tokenizer)
-    callback.on_fit_start(trainer, module)
-    try:
-        with known_failures_in_one_line():
-            try:
-                raise RuntimeError("[gloo] Connection closed by peer" if rank == 0 else "a loader was killed")
-            except RuntimeError as error:
-                callback.on_exception(trainer, module, error)
-                raise
-    except (RuntimeError, RendezvousError) as error:
-        dist.barrier()
-        return f"{type(error).__name__}: {error}"
-
-
 def test_the_failure_of_another_rank_is_one_line(tiny_corpus: Path, tmp_path: Path) -> None:
     arguments = tmp_path, tiny_corpus / "tokenizer.model"
-    assert results(tmp_path, fail_as_rank_1, (*arguments, 0), (*arguments, 1)) == [
+    messages = "[gloo] Connection closed by peer", "a loader was killed"
+    assert results(tmp_path, get_an_error, *((*arguments, message) for message in messages)) == [
         "RendezvousError: step 0: rank 1 on node-1 failed: RuntimeError: a loader was killed; run the same command to"
         " resume from the last checkpoint",
-        "RuntimeError: a loader was killed",
+        "RuntimeError: a loader was killed['step 0: rank 1 on node-1 failed']",
     ]
 
 
