@@ -13,19 +13,22 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 
 from model.decoding import BeamSearch
 from model.fast import compiled_search
 from model.fast.compilation import CompiledForward
 from model.fast.compiled_search import CompiledSearch
 from model.fast.dropout import Dropout
-from model.fast.packed_linear import PackedLinear, PackedProjection
+from model.fast.packed_linear import PackedLinear, PackedProjection, can_pack, pack_linears
+from model.loss import label_smoothed_loss
 from model.packed_attention import FLASH_ATTENTION, RowAttention
 from model.settings import NetworkSettings
-from model.transformer import Transformer
+from model.transformer import PaddedTransformer, Transformer
 from pipeline.runtime.backend import load_compiled_attention, load_compiled_search
 from tests.model import kernel_cases
-from tests.model.sentence_batches import VOCABULARY, arguments, masked_attention, packed, upstream
+from tests.model.search_truth import LENGTHS, exact, make_sources, trained_network
+from tests.model.sentence_batches import PAD, VOCABULARY, arguments, masked_attention, packed, upstream
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 """Difference that is allowed, as a share of the largest value."""
@@ -96,30 +99,50 @@ def check_dropout(dtype: torch.dtype) -> None:
     compare(lambda x: x * (drop(torch.ones_like(x)) != 0) / 0.75, drop, [torch.randn(30, 7)], dtype, 1)
 
 
-def check_compiled_forward() -> None:
-    """`Transformer.rows`, with gradients of all weights."""
-    settings = NetworkSettings(num_layers=1, d_model=16, d_ff=24, num_heads=2, dropout=0.0)
+def check_packed_network(variant: str) -> None:
+    """Logits of padded sentences, with every linear layer and the projection replaced."""
+    network, (source, mask) = trained_network(variant), make_sources(LENGTHS)
+    fast = copy.deepcopy(network)
+    assert can_pack(fast)
+    pack_linears(fast)
+    # Seven in a decoder layer, four in an encoder layer, and the projection.
+    assert sum(isinstance(module, PackedLinear) for module in fast.modules()) == 7 + 4 + 1
+    assert not any(isinstance(module, nn.Linear) for module in fast.modules())
+
+    def logits(padded: PaddedTransformer) -> Tensor:
+        return padded.network.logits(padded(source, source, mask))
+
+    with torch.no_grad():
+        compare(lambda: logits(exact(network)), lambda: logits(PaddedTransformer(fast)), [], torch.float32)
+
+
+def check_network(
+    forward: Callable[[Transformer], Callable[..., Tensor]], attention: Callable[[], RowAttention], dtype: torch.dtype
+) -> None:
+    """`Transformer.rows` with plain attention: states of tokens, and the gradient of the loss by all weights.
+
+    In 16 bits by autocast, as in training.
+    """
+    settings = NetworkSettings(num_layers=1, d_model=16, d_ff=24, num_heads=2, d_k=16, d_v=32, dropout=0.0)
     torch.manual_seed(3)
     network = Transformer(VOCABULARY, settings)
-    weights = [weight.detach().clone() for weight in network.parameters()]
     [batch] = packed([[(7, 9), (20, 34), (1, 1)]]).micro_batches
+    is_token = (batch.target_output != PAD).unsqueeze(1)  # states of padding have no meaning
 
-    def states(forward: Callable[[Transformer], Callable[..., Tensor]]) -> Callable[..., Tensor]:
-        def compute(*values: Tensor) -> Tensor:
-            copied = Transformer(VOCABULARY, settings).to(values[0])
-            for parameter, value in zip(copied.parameters(), values, strict=True):
-                parameter.data = value.detach()
-            result = forward(copied)(*arguments(batch, values[0].dtype, FLASH_ATTENTION))
-            gradients = torch.autograd.grad(result, list(copied.parameters()), upstream(result))
-            return result, *gradients
+    def results(network: Transformer, compute: Callable[..., Tensor], *given: object) -> tuple[Tensor, Tensor]:
+        result = compute(*given).where(is_token, 0)
+        loss = label_smoothed_loss(result, network.embedding.weight, batch.target_output, 0.1, PAD).smoothed
+        return result, parameters_to_vector(torch.autograd.grad(loss, list(network.parameters())))
 
-        return compute
-
+    exact_network = copy.deepcopy(network).double()
+    truth = results(exact_network, exact_network.rows, *arguments(batch, torch.float64))
     torch.compiler.reset()
-    with mock.patch("model.packed_attention._flash", masked_attention):
-        fast = states(lambda one: CompiledForward(one, "aot_eager"))
-        compare(states(lambda one: one.rows), fast, weights, torch.float32)
+    low = torch.autocast("cpu", dtype, enabled=dtype != torch.float32)
+    with mock.patch("model.packed_attention._flash", masked_attention), low:
+        found = results(network, forward(network), *arguments(batch, dtype, attention()))
     torch.compiler.reset()
+    for one, other in zip(found, truth, strict=True):
+        assert (one - other).norm() <= (0.03 if dtype == torch.bfloat16 else 1e-5) * other.norm()
 
 
 def check_search(case: int) -> None:
@@ -161,7 +184,15 @@ FAST_PATHS = {
         ],
     ),
     "dropout": FastPath(check_dropout, [(dtype,) for dtype in GPU_DTYPES]),
-    "compiled forward pass": FastPath(check_compiled_forward, [()]),
+    "network with packed weights": FastPath(check_packed_network, [("pre-norm",), ("biased",)]),
+    "network with attention in C++": FastPath(
+        check_network,
+        [(lambda one: one.rows, lambda: load_compiled_attention().attention(), one) for one in CPU_DTYPES],
+    ),
+    "compiled forward pass": FastPath(
+        check_network,
+        [(lambda one: CompiledForward(one, "aot_eager"), lambda: FLASH_ATTENTION, torch.float32)],
+    ),
     "search in C++": FastPath(check_search, [(0,), (1,)]),
 }
 """The fast paths of `model/fast/`."""

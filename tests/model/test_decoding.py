@@ -4,7 +4,6 @@ import copy
 import itertools
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -387,15 +386,3 @@ def test_wrong_arguments_are_refused_in_python_torchscript_and_the_compiled_sear
 def test_wrong_special_ids_are_refused(bos_id: int, eos_id: int, pad_id: int) -> None:
     with pytest.raises(ValueError, match="three different ids"):
         BeamSearch(make_network(0), bos_id, eos_id, pad_id)
-
-
-@pytest.mark.parametrize("variant", ["", "pre-norm", "learned"])
-def test_scripted_equals_eager(variant: str, tmp_path: Path) -> None:
-    """tests/export/test_bundle.py loads a bundle where the project is not."""
-    source, mask = make_sources(LENGTHS)
-    search = BeamSearch(trained_network(variant), BOS, EOS, PAD).eval()
-    torch.jit.script(search).save(str(tmp_path / "search.ts"))
-    loaded = torch.jit.load(tmp_path / "search.ts")
-    for name, *options in (("beam", 4, 0.6, 10, 4), ("greedy", 10), ("beam", 4, 0.6, 10, 4, "first")):
-        found, expected = (getattr(one, name)(source, mask, *options) for one in (loaded, search))
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

@@ -4,22 +4,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn.utils import parameters_to_vector
 
 import model.attention
 import model.packed_attention
 from model.attention import attention
 from model.fast.dropout import Dropout
-from model.loss import label_smoothed_loss
 from model.packed_attention import FLASH_ATTENTION, PLAIN_ATTENTION
 from model.settings import NetworkSettings
 from model.transformer import Transformer
-from pipeline.runtime.backend import load_compiled_attention
 from tests.model.sentence_batches import (
     PAD,
     VOCABULARY,
     Lengths,
-    arguments,
     losses_and_gradient,
     packed,
     padded,
@@ -78,22 +74,6 @@ def test_loss_and_gradients_are_those_of_a_padded_batch(variant: str, attention:
     torch.testing.assert_close(found, losses_and_gradient(network, padded(SENTENCES)), rtol=1e-10, atol=1e-10)
     assert not any(one.any() for one in losses_and_gradient(network, dead, ATTENTIONS[attention]))
     assert states(network, dead, ATTENTIONS[attention]).isfinite().all()
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
-def test_the_compiled_attention_in_the_network(dtype: torch.dtype, tolerance: float) -> None:
-    """In bfloat16 by autocast, as in training: the gradients are those of float64, to rounding."""
-    network = make_network(d_k=16, d_v=32)
-    [batch] = packed([SENTENCES]).micro_batches
-    sums, gradient = losses_and_gradient(network, batch)
-    compiled = load_compiled_attention().attention()
-    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        network.float()
-        states = network.rows(*arguments(batch, dtype, compiled))
-        found = label_smoothed_loss(states, network.embedding.weight, batch.target_output, 0.1, PAD)
-    gradients = parameters_to_vector(torch.autograd.grad(found.smoothed, list(network.parameters())))
-    torch.testing.assert_close(found.smoothed.double(), sums[0], rtol=tolerance, atol=0)
-    assert (gradients - gradient).norm() <= tolerance * gradient.norm()
 
 
 def test_positions_past_the_learned_ones_are_refused() -> None:
