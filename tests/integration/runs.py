@@ -76,6 +76,14 @@ def assert_same_state(left: Path, right: Path) -> None:
     assert position(left_state) == position(right_state)
 
 
+def is_same_corpus(left: Path, right: Path) -> bool:
+    """Check that two folders hold the same files, with no temporary files beside them."""
+    names = {path.name for path in left.iterdir()}
+    assert names == {path.name for path in right.iterdir()}
+    assert not list(left.parent.glob(".corpus.*"))
+    return all((left / name).read_bytes() == (right / name).read_bytes() for name in names)
+
+
 def position(contents: dict) -> dict:
     [state] = contents["loops"]["fit_loop"]["state_dict"]["combined_loader"]
     return state

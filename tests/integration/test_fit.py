@@ -27,7 +27,7 @@ from pipeline.checkpointing.run_folder import (
 from pipeline.config.recipe import load_recipe
 from pipeline.training.start import check_pairs, finished_reason, plan_start
 from tests.conftest import pipeline, refusal, run_here, tiny_recipe, write_text
-from tests.integration.runs import accumulator, checkpoints, scalars, step_of
+from tests.integration.runs import accumulator, checkpoints, is_same_corpus, scalars, step_of
 
 
 def weights(run: Path, step: int = 12) -> dict[str, torch.Tensor]:
@@ -40,11 +40,11 @@ def fit(recipe: Path, run: Path, *arguments: object) -> Path:
     return run
 
 
-def fit_apart(recipe: Path, run: Path, *arguments: object) -> Path:
-    """In processes of their own, for several ranks."""
+def fit_apart(recipe: Path, run: Path, *arguments: object) -> list[str]:
+    """Train in processes of their own, for several ranks; return the lines on standard error."""
     done = pipeline("fit", recipe, "--run.folder", run, *arguments)
-    assert done.returncode == 0, done.stderr.decode()
-    return run
+    assert (done.returncode, done.stdout) == (0, b""), done.stderr.decode()
+    return done.stderr.decode().splitlines()
 
 
 def assert_equal(left: Path, right: Path, step: int = 12, tolerance: float = 0.0) -> None:
@@ -54,30 +54,46 @@ def assert_equal(left: Path, right: Path, step: int = 12, tolerance: float = 0.0
         torch.testing.assert_close(left_weights[name], right_weights[name], rtol=0, atol=tolerance, msg=name)
 
 
-def test_ranks_and_micro_batches_change_nothing(recipe_file: Path, tmp_path: Path) -> None:
-    """One rank, one rank with smaller micro-batches and two ranks yield the same weights, up to rounding."""
+BACKEND = "backend: precision 32-true, attention plain, compilation none, "
+OWN = [".*/corpus is up to date$", BACKEND, r"checkpoints: at most \d+ files of ", "memory: at most "]
+OWN += ["training: (from )?step ", r"step \d+: validation BLEU ", "the run is in "]
+"""What begins a line that is the pipeline's own, not one of its libraries'."""
+
+
+def test_ranks_and_micro_batches_change_nothing(tiny_corpus: Path, recipe_file: Path, tmp_path: Path) -> None:
+    """One rank, one rank with smaller micro-batches and two ranks yield the same weights, up to rounding.
+
+    The two ranks start without a corpus, and rank 0 alone prints lines.
+    """
     # The gradient of key biases is only rounding error, which Adam amplifies with the paper's epsilon of 1e-9.
-    options = ["--training.adam_epsilon", 1e-3, "--training.learning_rate_factor", 0.5]
+    options = ["--training.adam_epsilon", 1e-3, "--training.learning_rate_factor", 0.5, "--training.ema_decay", 0.5]
     one = fit(recipe_file, tmp_path / "one", *options)
     # The same global batches in smaller micro-batches, on one device and on two.
     options += ["--batches.max_tokens_per_device", 100]
     many = fit(recipe_file, tmp_path / "many", *options)
-    two = fit_apart(recipe_file, tmp_path / "two", *options, "--trainer.devices", 2)
+    two, corpus = tmp_path / "two", tmp_path / "corpus"
+    lines = fit_apart(recipe_file, two, *options, "--corpus.folder", corpus, "--trainer.devices", 2)
+    assert is_same_corpus(corpus, tiny_corpus)
+    own = [*OWN, "rank 0 waits for ranks 1 to connect to "]
+    begin = next(number for number, line in enumerate(lines) if line.startswith(BACKEND))
+    assert [line for line in lines[begin:] if not re.match("|".join(own), line)] == []
+    for once in ("train: 300 pairs read", BACKEND, "memory: ", "checkpoints: ", "training: from ", "the run is in "):
+        assert sum(line.startswith(once) for line in lines) == 1, once
     initial = torch.load(one / "checkpoints" / "step=00000004.ckpt", weights_only=True)["state_dict"]
     moved = max((initial[name] - weight).abs().max().item() for name, weight in weights(one).items())
     assert moved > 0.01  # the weights have changed since the first checkpoint
     assert_equal(one, many, tolerance=2e-6)
     assert_equal(one, two, tolerance=2e-6)
     # Logged metrics are those of all ranks.
-    for tag in ("train/loss", "validation/loss", "validation/bleu"):
+    for tag in ("train/loss", "validation/loss", "validation/negative_log_likelihood", "validation/bleu"):
         for other in (many, two):
             assert scalars(other, tag) == [(step, pytest.approx(value, abs=1e-4)) for step, value in scalars(one, tag)]
 
 
 def test_the_likelihood_of_averaged_weights_chooses(recipe_file: Path, tmp_path: Path, tiny_corpus: Path) -> None:
-    """On two ranks, without translations. The truth is the sum of the log-probabilities of all validation pairs."""
+    """Without translations. The truth is the sum of the log-probabilities of all validation pairs."""
     options = ["--run.best_by", "likelihood", "--run.validation_translations", 0, "--training.ema_decay", 0.9]
-    run = fit_apart(recipe_file, tmp_path / "run", *options, "--trainer.devices", 2)
+    run = fit(recipe_file, tmp_path / "run", *options)
     tag = "validation/negative_log_likelihood"
     logged = {line["step"]: line for line in read_metrics(run) if tag in line}
     assert not [name for line in logged.values() for name in line if "bleu" in name]
@@ -97,23 +113,18 @@ def test_the_likelihood_of_averaged_weights_chooses(recipe_file: Path, tmp_path:
 
 
 def test_output(recipe_file: Path, tmp_path: Path) -> None:
-    """Only the pipeline's own lines, and none of its libraries'; those of rank 0."""
-    command = ["fit", "--config", recipe_file, "--run.folder", tmp_path / "run", "--trainer.devices", 2]
-    done = pipeline(*command)
-    assert done.stdout == b""
-    lines = done.stderr.decode().splitlines()
-    own = (
-        r".*/corpus is up to date$|backend: precision |checkpoints: at most \d+ files of |memory: at most "
-        r"|training: (from )?step |step \d+: validation BLEU |the run is in "
-    )
-    assert [line for line in lines if not re.match(own, line)] == []
+    """Only the pipeline's own lines, and none of its libraries'."""
+    command = ["fit", "--config", recipe_file, "--run.folder", tmp_path / "run"]
+    output, said = run_here(*command)
+    lines = said.splitlines()
+    assert output == ""
+    assert [line for line in lines if not re.match("|".join(OWN), line)] == []
     assert len(lines) == 11
-    chosen = "precision 32-true, attention plain, compilation none"
-    assert sum(line.startswith(f"backend: {chosen}, ") for line in lines) == 1
     [start] = [json.loads(line) for line in (tmp_path / "run" / STARTS).read_text().splitlines()]
-    assert ", ".join(f"{part} {choice}" for part, choice in start["backend"].items()).startswith(chosen)
-    resumed = pipeline(*command, "--trainer.max_steps", 14)
-    _, changed, *others = resumed.stderr.decode().splitlines()
+    assert sum(line.startswith(BACKEND) for line in lines) == 1
+    chosen = ", ".join(f"{part} {choice}" for part, choice in start["backend"].items())
+    assert f"backend: {chosen}".startswith(BACKEND)
+    _, changed, *others = run_here(*command, "--trainer.max_steps", 14)[1].splitlines()
     assert changed == "changed since the last start: trainer.max_steps was 12, now 14"
     assert others[0].startswith("resuming from ")
 
@@ -316,6 +327,7 @@ def test_a_rank_without_validation_pairs(tiny_corpus: Path, recipe_file: Path, t
     short = [f"--corpus.validation.{side}={tmp_path / side}" for side in ("source", "target")]
     short += ["--corpus.folder", tmp_path / "corpus", "--training.adam_epsilon", 1e-3]
     one = fit(recipe_file, tmp_path / "one", *short)
-    two = fit_apart(recipe_file, tmp_path / "two", *short, "--trainer.devices", 2)
+    two = tmp_path / "two"
+    fit_apart(recipe_file, two, *short, "--trainer.devices", 2)
     for tag in ("validation/loss", "validation/bleu"):
         assert scalars(two, tag) == [(step, pytest.approx(value, abs=1e-4)) for step, value in scalars(one, tag)]

@@ -88,14 +88,14 @@ from data_module.errors import InputError
 from data_module.settings import BatchSettings
 from data_module.translation_data_module import TranslationDataModule
 from data_module.worker_processes import require_shared_memory
-data = TranslationDataModule(Path(sys.argv[1]), BatchSettings(batch_tokens=20_000, workers=2), SpecialIds(0, 1, 2), 1)
+data = TranslationDataModule(Path(sys.argv[1]), BatchSettings(batch_tokens=20_000, workers=1), SpecialIds(0, 1, 2), 1)
 def report(function):
     try:
         function()
         print("fine")
     except InputError as error:
         print(error)
-for options in ("size=64k", "size=0,ro", "size=40m"):
+for options in ("size=64k", "size=0,ro"):
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", "/dev/shm"], check=True)
     report(require_shared_memory)
     report(lambda: next(iter(data.train_dataloader())))
@@ -110,7 +110,7 @@ def test_shared_memory_that_cannot_be_written_is_named(tiny_corpus: Path) -> Non
         pytest.skip("needs root, to mount")
     lines, way_out = done.stdout.splitlines(), "batches.workers 0, or make it larger or writable"
     full, read_only = "/dev/shm: No space left on device; ", "/dev/shm: Read-only file system; "
-    expected = ["fine", full, read_only, read_only, "fine", "fine"]
+    expected = ["fine", full, read_only, read_only]
     assert all(line.startswith(start) for line, start in zip(lines, expected, strict=True)), lines
     assert all(way_out in line for line in lines if line != "fine")
     assert done.stderr == ""

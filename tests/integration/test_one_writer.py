@@ -1,6 +1,6 @@
 """Processes that start at the same time: one prepares the corpus, and one writes to the run folder.
 
-Ranks are started by Lightning and by torchrun; tests/slurm has those of SLURM.
+test_fit.py has two ranks of Lightning's launcher, tests/slurm those of SLURM; here, torchrun starts them.
 """
 
 import os
@@ -14,15 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.integration.runs import checkpoints, kill, start, step_of
-
-
-def is_same_corpus(left: Path, right: Path) -> bool:
-    """Check that two folders hold the same files, with no temporary files beside them."""
-    names = {path.name for path in left.iterdir()}
-    assert names == {path.name for path in right.iterdir()}
-    assert not list(left.parent.glob(".corpus.*"))
-    return all((left / name).read_bytes() == (right / name).read_bytes() for name in names)
+from tests.integration.runs import checkpoints, is_same_corpus, kill, start, step_of
 
 
 def test_two_fits_started_at_once_without_a_corpus(tiny_corpus: Path, recipe_file: Path, tmp_path: Path) -> None:
@@ -43,14 +35,6 @@ def test_two_fits_started_at_once_without_a_corpus(tiny_corpus: Path, recipe_fil
     line = messages[refused].decode().splitlines()[-1]
     assert line.startswith(f"error: {run}: another fit is writing to it; ")
     assert is_same_corpus(corpus, tiny_corpus)
-
-
-def test_two_ranks_started_without_a_corpus(tiny_corpus: Path, recipe_file: Path, tmp_path: Path) -> None:
-    corpus, run = tmp_path / "corpus", tmp_path / "run"
-    command = ["fit", "--config", recipe_file, "--corpus.folder", corpus, "--run.folder", run, "--trainer.devices", 2]
-    assert start(*command).wait(120) == 0
-    assert is_same_corpus(corpus, tiny_corpus)
-    assert [step_of(path) for path in checkpoints(run)] == [4, 8, 12]
 
 
 @pytest.mark.slow
