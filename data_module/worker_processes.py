@@ -18,8 +18,7 @@ _PARENT_CHECK_SECONDS = 2.0
 
 def num_processors() -> int:
     """Return the number of processors that this process may use."""
-    # Processors that `taskset` or SLURM's binding excludes do not count; not all systems report the affinity.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))  # Those that `taskset` or SLURM's binding excludes do not count.
 
 
 def require_shared_memory() -> None:
@@ -58,9 +57,6 @@ def ignore_signals(_worker: int) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    if not hasattr(signal, "sigtimedwait"):  # not Linux, so no SLURM
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        return
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     # Not os.getppid(): if the parent has been killed meanwhile, that is the process that adopted this one.

@@ -36,14 +36,6 @@ class Segments(NamedTuple):
     padded: "PaddedGroups | None" = None
     """The padded groups of plain attention; None for a kernel."""
 
-    @property
-    def biases(self) -> list[Tensor]:
-        """Raise ValueError. Up to version 1.0, rows consisted of blocks with a bias each."""
-        raise ValueError(
-            "network.self_attention: this attention reads `segments.biases`, which version 1.1 does not have; override "
-            "`attend` alone and remove the method `rows` (docs/extending.md)"
-        )
-
 
 AttentionFunction = Callable[[list[Tensor], Segments, int, int, float], Tensor]
 """Computes attention (equation 1); see `flash_attention`."""

@@ -176,13 +176,10 @@ def misspell(text: str, random: Generator, protected: frozenset[str] = frozenset
     words = text.split(" ")
     # One draw for all words: scalar draws take most of the time otherwise.
     for index, draw in enumerate(random.random(len(words)).tolist()):
-        if draw < TYPO_RATE and _is_plain(words[index], protected):
-            words[index] = _with_typo(words[index], random)
+        word = words[index]
+        if draw < TYPO_RATE and not _NOT_PLAIN.search(word) and not any(symbol in word for symbol in protected):
+            words[index] = _with_typo(word, random)
     return " ".join(words)
-
-
-def _is_plain(word: str, protected: frozenset[str]) -> bool:
-    return not _NOT_PLAIN.search(word) and not any(symbol in word for symbol in protected)
 
 
 def _with_typo(word: str, random: Generator) -> str:

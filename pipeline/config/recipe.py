@@ -4,7 +4,7 @@ import argparse
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import ClassVar, TypeVar
@@ -248,24 +248,16 @@ def _unregistered_names(values: PlainValues, places: dict[str, str]) -> list[str
 
 
 def _override(values: PlainValues, places: dict[str, str], arguments: list[str]) -> list[str]:
-    """Apply overrides to `values`; return the mistakes found."""
-    mistakes = []
+    """Apply overrides to `values`, up to the first argument that is none; return the mistake in it."""
     while arguments:
         argument = arguments.pop(0)
         key, equals, text = argument.removeprefix("--").partition("=")
         if not argument.startswith("--") or "." not in key:
-            meant = " or ".join(f"--{setting}" for setting in _settings_named(key))
-            as_what = f"did you mean {meant}?" if meant else "settings are given as --section.key value"
-            if argument.endswith(".yaml"):
-                as_what = "overlays are given as --config FILE"
-            if (meant or argument.startswith("--")) and not equals and arguments and not arguments[0].startswith("--"):
-                arguments.pop(0)
-            mistakes.append(f"argument '{argument}' is unknown; {as_what}")
-            continue
+            way_out = "give settings as --section.key VALUE, and overlays as --config FILE"
+            return [f"argument '{argument}' is unknown; {way_out}"]
         if not equals:
             if not arguments:
-                mistakes.append(f"argument '{argument}' needs a value, as in {argument} VALUE")
-                continue
+                return [f"argument '{argument}' needs a value, as in {argument} VALUE"]
             text = arguments.pop(0)
         *sections, last = key.split(".")
         section = values
@@ -279,7 +271,7 @@ def _override(values: PlainValues, places: dict[str, str], arguments: list[str])
         for inside in [other for other in places if other.startswith(f"{key}.")]:
             del places[inside]  # They belong to a value that this one replaces.
         places[key] = "command line"
-    return mistakes
+    return []
 
 
 def _parse(text: str, kind: object) -> object:
@@ -291,11 +283,3 @@ def _parse(text: str, kind: object) -> object:
     except (yaml.YAMLError, RecursionError):
         return text
     return text if kind == list[str] and not isinstance(value, list) else value
-
-
-def _settings_named(key: str) -> list[str]:
-    """Return the settings with this name in any section, as `section.key`."""
-    sections = {section.name: section.type for section in fields(Recipe)}
-    named = {name: {setting.name for setting in fields(kind)} for name, kind in sections.items() if is_dataclass(kind)}
-    named["trainer"] = set(TRAINER_KEYS)
-    return [f"{section}.{key}" for section, keys in named.items() if key in keys]

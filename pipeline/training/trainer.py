@@ -72,43 +72,27 @@ def trainer_options(
 def make_trainer(options: TrainerOptions, job: JobStep | None, plugins: tuple[Plugin, ...] = (), **own: Any) -> Trainer:
     """Return Lightning's Trainer with the result of `trainer_options`, further plugins and `own` arguments.
 
-    Raises InputError if Lightning refuses an option; the message names its key.
+    Raises InputError if Lightning refuses an option, or this process has not its place among ranks.
     """
-    refusals = (MisconfigurationException, ValueError, ImportError)
-    try:
-        return _make_trainer(options, job, plugins, own)
-    except refusals as error:
-        refused = "trainer"
-        for key in options:
-            rest = {name: value for name, value in options.items() if name not in (key, "strategy")}
-            try:
-                _make_trainer(rest | {"strategy": strategy(rest)}, job, (), {"logger": False})
-            except refusals:
-                continue
-            refused = f"trainer.{key} {options[key]}"
-            break
-        raise InputError(f"{refused}: {' '.join(str(error).split())}") from None
-
-
-def _make_trainer(
-    options: TrainerOptions, job: JobStep | None, plugins: tuple[Plugin, ...], own: TrainerOptions
-) -> Trainer:
     float16 = precision_plugin(options)
     given = [*plugins, cluster_environment(job), float16]
     # `GracefulStop` implements max_time; Lightning accepts either a precision or a plugin for it.
     elsewhere = ("max_time",) if float16 is None else ("max_time", "precision")
-    trainer = Trainer(
-        **{key: value for key, value in options.items() if key not in elsewhere},
-        max_epochs=-1,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        plugins=[plugin for plugin in given if plugin is not None],
-        **own,
-    )
+    try:
+        trainer = Trainer(
+            **{key: value for key, value in options.items() if key not in elsewhere},
+            max_epochs=-1,
+            check_val_every_n_epoch=None,
+            num_sanity_val_steps=0,
+            use_distributed_sampler=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            plugins=[plugin for plugin in given if plugin is not None],
+            **own,
+        )
+    except (MisconfigurationException, ValueError, ImportError) as error:
+        raise InputError(f"trainer: {' '.join(str(error).split())}") from None
     environment = getattr(trainer.strategy, "cluster_environment", None)
     if isinstance(environment, LightningEnvironment) and trainer.num_nodes > 1:
         raise InputError(

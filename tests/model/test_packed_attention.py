@@ -134,8 +134,3 @@ def test_no_offset_is_read_from_the_device() -> None:
         result = plain(tensors, segments)
         result.sum().backward()
         assert result.shape == (len(tensors[0]), HEADS.count * HEADS.d_v)
-
-
-def test_biases_of_version_1_0_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"reads `segments\.biases`.*override `attend` alone"):
-        _ = segments_of(RAGGED, "self").biases

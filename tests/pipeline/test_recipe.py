@@ -134,9 +134,9 @@ MISTAKES = [
     ("extends: recipe.yaml", [], "{file}:5: extends recipe.yaml, which extends this one"),
     ("extends: [a, b]", [], "{file}:5: extends must name one recipe"),
     # Options.
-    ("", ["--fersh"], "argument '--fersh' is unknown; settings are given as"),
-    ("", ["--warmup_steps", "9"], "argument '--warmup_steps' is unknown; did you mean --training.warmup_steps?"),
-    ("", ["cpu.yaml"], "argument 'cpu.yaml' is unknown; overlays are given as --config FILE"),
+    ("", ["--fersh"], "argument '--fersh' is unknown; give settings as --section.key VALUE, and"),
+    ("", ["--warmup_steps", "9"], "argument '--warmup_steps' is unknown; give settings as --section.key VALUE, and"),
+    ("", ["cpu.yaml"], "argument 'cpu.yaml' is unknown; give settings as --section.key VALUE, and overlays as --con"),
     ("", ["--network.d_ff"], "argument '--network.d_ff' needs a value"),
 ]
 

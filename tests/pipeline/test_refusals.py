@@ -163,7 +163,7 @@ def nothing_to_start_from(place: Place) -> None:
 MISTAKES: dict[str, tuple[Callable[[Place], None], str]] = {
     "devices -1": (trainer(devices=-1), "trainer.devices -1: cannot be used on a CPU; give a number of processes"),
     "a list of devices": (trainer(devices=[0]), "trainer.devices [0]: cannot be used on a CPU"),
-    "no nodes": (trainer(num_nodes=0), "trainer.num_nodes 0: `num_nodes` must be a positive integer"),
+    "no nodes": (trainer(num_nodes=0), "trainer: `num_nodes` must be a positive integer"),
     "two nodes": (trainer(num_nodes=2), "trainer.num_nodes 2: nothing starts ranks on other nodes here; use srun"),
     "a tpu": (trainer(accelerator="tpu"), "trainer.accelerator must be one of 'auto', 'cpu', 'gpu', 'cuda', not 'tpu'"),
     "no GPU": (trainer(accelerator="gpu"), "trainer.accelerator gpu: torch finds no GPU; "),
