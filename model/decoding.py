@@ -311,28 +311,8 @@ def prefix_lengths(
     return lengths
 
 
-class BeamSearch(nn.Module):
-    """Greedy and beam search with a Transformer.
-
-    The module compiles with `torch.jit.script`. Call `eval()` before searching, since dropout is active otherwise.
-    The answers to a sentence do not depend on the other sentences in the batch, except for rounding in matrix
-    products of different shapes.
-    """
-
-    def __init__(self, network: Transformer, bos_id: int, eos_id: int, pad_id: int) -> None:
-        """Take the network, and the ids of the begin, end and padding symbols.
-
-        Raises ValueError if the three ids are not distinct, or one is outside the vocabulary.
-        """
-        super().__init__()
-        self.network = PaddedTransformer(network)
-        self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
-        self.vocabulary_size = network.vocabulary_size
-        special, size = (bos_id, eos_id, pad_id), network.vocabulary_size
-        if len(set(special)) != 3 or not all(0 <= one < size for one in special):
-            raise ValueError(f"begin, end and padding {special} must be three different ids below {size}")
-        # 0 means unlimited.
-        self.max_positions = network.positions.max_positions
+class Searches:
+    """Greedy search, beam search and sampling: the methods that `BeamSearch` and the compiled search share."""
 
     @torch.jit.export
     def greedy(
@@ -382,7 +362,6 @@ class BeamSearch(nn.Module):
         options = BeamArguments(beam_size, length_penalty, max_extra_tokens, n_best, stop_rule == "first")
         if not options.stops_at_first and stop_rule != "exact":
             raise ValueError(f"stop_rule {stop_rule} must be exact or first")
-        check_search(source, source_mask, options, None, self.vocabulary_size, self.max_positions)
         with torch.no_grad():
             return self._beam(source, source_mask, options, None, target_prefix)
 
@@ -409,7 +388,6 @@ class BeamSearch(nn.Module):
         Raises ValueError if an argument is out of bounds.
         """
         options = BeamArguments(1, length_penalty, max_extra_tokens, 1, False, sampling)
-        check_search(source, source_mask, options, lines, self.vocabulary_size, self.max_positions)
         with torch.no_grad():
             return self._beam(source, source_mask, options, lines, target_prefix)
 
@@ -421,6 +399,42 @@ class BeamSearch(nn.Module):
         lines: Tensor | None,
         target_prefix: Tensor | None,
     ) -> BeamResult:
+        """Run a search, or with `lines` sample, after checking the arguments; see `beam` and `sample`."""
+        raise NotImplementedError
+
+
+class BeamSearch(Searches, nn.Module):
+    """Greedy and beam search with a Transformer.
+
+    The module compiles with `torch.jit.script`. Call `eval()` before searching, since dropout is active otherwise.
+    The answers to a sentence do not depend on the other sentences in the batch, except for rounding in matrix
+    products of different shapes.
+    """
+
+    def __init__(self, network: Transformer, bos_id: int, eos_id: int, pad_id: int) -> None:
+        """Take the network, and the ids of the begin, end and padding symbols.
+
+        Raises ValueError if the three ids are not distinct, or one is outside the vocabulary.
+        """
+        super().__init__()
+        self.network = PaddedTransformer(network)
+        self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
+        self.vocabulary_size = network.vocabulary_size
+        special, size = (bos_id, eos_id, pad_id), network.vocabulary_size
+        if len(set(special)) != 3 or not all(0 <= one < size for one in special):
+            raise ValueError(f"begin, end and padding {special} must be three different ids below {size}")
+        # 0 means unlimited.
+        self.max_positions = network.positions.max_positions
+
+    def _beam(
+        self,
+        source: Tensor,
+        source_mask: Tensor | None,
+        options: BeamArguments,
+        lines: Tensor | None,
+        target_prefix: Tensor | None,
+    ) -> BeamResult:
+        check_search(source, source_mask, options, lines, self.vocabulary_size, self.max_positions)
         lengths = torch.full_like(source[:, 0], source.size(1)) if source_mask is None else source_mask.sum(1)
         limits = answer_limits(lengths, options.max_extra_tokens, self.max_positions)
         if target_prefix is not None:

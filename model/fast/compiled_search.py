@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import SelfAttention
-from model.decoding import BeamArguments, BeamResult, BeamSearch, GreedyResult, check_search, prefix_lengths
+from model.decoding import BeamArguments, BeamResult, BeamSearch, Searches, check_search, prefix_lengths
 from model.layers import ACTIVATIONS, NORMS, SELF_ATTENTIONS, DecoderLayer, EncoderLayer
 from model.sampling import Sampling, draw_uniforms
 from model.settings import NetworkSettings
@@ -116,7 +116,7 @@ def write_weights(network: Transformer, num_positions: int, file: IO[bytes]) -> 
         file.write(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
 
 
-class CompiledSearch:
+class CompiledSearch(Searches):
     """Greedy and beam search with the weights of a Transformer, which are copied.
 
     Several threads may search at the same time.
@@ -179,43 +179,8 @@ class CompiledSearch:
         self._check(self._library.set_positions(self._model, table.contiguous().data_ptr(), len(table)))
         self._num_positions = len(table)
 
-    def greedy(
-        self, source: Tensor, source_mask: Tensor | None, max_extra_tokens: int, target_prefix: Tensor | None = None
-    ) -> GreedyResult:
-        """Run greedy search; see `BeamSearch.greedy`."""
-        answers = self.beam(source, source_mask, 1, 0.0, max_extra_tokens, 1, "exact", target_prefix)
-        return GreedyResult(answers.tokens[:, 0], answers.lengths[:, 0], answers.log_probabilities[:, 0])
-
-    def beam(
-        self,
-        source: Tensor,
-        source_mask: Tensor | None,
-        beam_size: int,
-        length_penalty: float,
-        max_extra_tokens: int,
-        n_best: int,
-        stop_rule: str = "exact",
-        target_prefix: Tensor | None = None,
-    ) -> BeamResult:
-        """Run beam search; see `BeamSearch.beam`, and `search` for what is raised."""
-        options = BeamArguments(beam_size, length_penalty, max_extra_tokens, n_best, stop_rule == "first")
-        if not options.stops_at_first and stop_rule != "exact":
-            raise ValueError(f"stop_rule {stop_rule} must be exact or first")
-        return self.search(source, source_mask, options, target_prefix=target_prefix)[0]
-
-    def sample(
-        self,
-        source: Tensor,
-        source_mask: Tensor | None,
-        lines: Tensor,
-        sampling: Sampling,
-        max_extra_tokens: int,
-        length_penalty: float = 0.0,
-        target_prefix: Tensor | None = None,
-    ) -> BeamResult:
-        """Draw one answer to each sentence; see `BeamSearch.sample`, and `search` for what is raised."""
-        options = BeamArguments(1, length_penalty, max_extra_tokens, 1, False, sampling)
-        return self.search(source, source_mask, options, lines, target_prefix)[0]
+    def _beam(self, *request: Any) -> BeamResult:
+        return self.search(*request)[0]
 
     def search(
         self,
