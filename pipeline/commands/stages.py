@@ -1,13 +1,12 @@
 """Runs commands of this program as stages, one after another, each once, however often the sequence is stopped.
 
-A stage is a process of its own. When it has succeeded, a mark stores the hashes of the files that it has read and
-written, so that later changes are noticed. A stage without a mark is run: each command either continues from the files
-that it has written, or writes its files whole or not at all.
+A stage is a process of its own, and leaves a mark when it has succeeded. One without a mark, or without a file that it
+writes, is run: each command either continues from the files that it has written, or writes its files whole or not at
+all.
 """
 
 import ctypes
 import glob
-import json
 import os
 import shlex
 import signal
@@ -16,14 +15,13 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO
 
-from data_module.corpus.pairs import fingerprint
 from data_module.errors import PROGRAM, SCRIPTS, InputError
-from data_module.files import FileLock, atomic_file, read_json, remove_temporary_files
+from data_module.files import FileLock, atomic_file, remove_temporary_files
 from pipeline.runtime.console import report
 from pipeline.runtime.signals import INTERRUPTED, STOPPED
 
@@ -96,8 +94,8 @@ def run_stages(folder: Path, stages: Sequence[Stage], only: str | None) -> int:
 
     `folder` is that of the marks, `only` the name of the stage to run, None for all.
 
-    Raises InputError if a file has changed since a stage read or wrote it, there is no stage named `only`, a file that
-    a stage reads does not exist, or another process works in the folder.
+    Raises InputError if there is no stage named `only`, a file that a stage reads does not exist, or another process
+    works in the folder.
     """
     if only is not None and only not in [stage.name for stage in stages]:
         raise InputError(f"--stage {only}: is none of {', '.join(stage.name for stage in stages)}")
@@ -115,9 +113,8 @@ def run_stages(folder: Path, stages: Sequence[Stage], only: str | None) -> int:
             except StageFailed as failed:
                 report(f"{stage.name} ended with exit code {failed.code}; run the same command again to go on")
                 return failed.code
-            hashes = {str(path): _sha256(path) for path in (*stage.reads, *stage.writes)}
-            with atomic_file(_mark_file(folder, stage)) as file:
-                file.write(json.dumps(hashes, indent=1).encode())
+            with atomic_file(_mark_file(folder, stage)):
+                pass  # It is empty.
             left.remove(stage)
     return 0
 
@@ -164,31 +161,9 @@ def _end_with(parent: int) -> None:
 
 
 def _mark_file(folder: Path, stage: Stage) -> Path:
-    return folder / "done" / f"{stage.name}.json"
+    return folder / "done" / f"{stage.name}.json"  # Versions 1.0 and 1.1 kept hashes in it.
 
 
 def _is_done(folder: Path, stage: Stage) -> bool:
-    """Return whether a stage has its mark, and the files that it wrote exist.
-
-    Raises InputError if one of its files has changed.
-    """
-    path = _mark_file(folder, stage)
-    if not path.is_file() or not all(one.exists() for one in stage.writes):
-        return False
-    hashes: dict[str, Any] = read_json(path) or {}
-    changed = [name for name, found in hashes.items() if Path(name).exists() and _sha256(Path(name)) != found]
-    if changed:
-        raise InputError(
-            f"{changed[0]}: has changed since {stage.name} was done; put it back, or remove {folder} to start over"
-        )
-    return True
-
-
-def _sha256(path: Path) -> str:
-    status = path.stat()
-    return _sha256_at(path, status.st_mtime_ns, status.st_size)
-
-
-@cache
-def _sha256_at(path: Path, _time: int, _size: int) -> str:
-    return str(fingerprint(str(path), path)["sha256"])
+    """Return whether a stage has its mark, and the files that it wrote exist."""
+    return all(path.exists() for path in (_mark_file(folder, stage), *stage.writes))
