@@ -154,12 +154,10 @@ def _called(function: object, arguments: tuple[Any, ...]) -> Any:
     is_plain = {*map(type, numbers)} == {int} and min(numbers) >= 0 and len(shape) == len(strides) <= 64
     if function is not _Tensor or type(tensor) is not _Storage or not is_plain:
         raise ValueError("arguments of no tensor")
-    size = math.prod(shape)
-    # PyTorch would enlarge the storage.
     last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    if size and max(size - 1, last) >= tensor.size:
-        raise ValueError("a tensor larger than what is stored of it")
-    return _Tensor(size)
+    if 0 not in shape and last >= tensor.size:
+        raise ValueError("a tensor beyond its storage, which PyTorch would enlarge")
+    return _Tensor(math.prod(shape))
 
 
 def _check_size(values: object, file_bytes: int) -> None:

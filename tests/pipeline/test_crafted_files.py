@@ -216,13 +216,13 @@ EMPTY = b"ccollections\nOrderedDict\n)R"
 TWICE = b")q\0" + 60 * b"h\0h\0\x86q\0"
 """A tuple of a tuple twice, 60 deep: its hash takes 2 ** 60 steps."""
 PAIRS = b"]" + TWICE + b"K\1\x86a"
-BILLION = b"J\0\0\0\x40"
+LARGE = b"J\0\0\0\x08"
 PICKLES: dict[str, bytes] = {
     "a call that doubles text": b"c_codecs\nencode\n" + text("a") + text("hex") + b"\x86R",
-    "a call that reserves memory": b"c__builtin__\nbytearray\n" + BILLION + b"\x85R",
+    "a call that reserves memory": b"c__builtin__\nbytearray\n" + LARGE + b"\x85R",
     "a name that is not called": b"ctorch\nSize\n",
-    "a name with an escape": b"c__builtin__\nbyte\\x61rray\n" + BILLION + b"\x85R",
-    "a name by another operation": text("builtins") + text("bytearray") + b"\x93" + BILLION + b"\x85R",
+    "a name with an escape": b"c__builtin__\nbyte\\x61rray\n" + LARGE + b"\x85R",
+    "a name by another operation": text("builtins") + text("bytearray") + b"\x93" + LARGE + b"\x85R",
     "a name in a module": b"i__builtin__\nbytearray\n",
     "a new object": b"ccollections\nOrderedDict\n)\x81",
     "a set": b"\x8f",
@@ -237,8 +237,10 @@ PICKLES: dict[str, bytes] = {
     "attributes in place of methods": EMPTY + b"}" + text("items") + b"ccollections\nOrderedDict\nsb",
     "attributes of a tensor": tensor(storage(1), b"K\1\x85", b"K\1\x85") + b"}b",
     "a tensor with a hook": tensor(storage(1), b"K\1\x85", b"K\1\x85", b"K\0" + EMPTY + b"s"),
-    "a tensor beyond its storage": tensor(storage(1), BILLION + b"\x85", b"K\1\x85"),
-    "a tensor of one number, repeated": tensor(storage(1), BILLION + b"\x85", b"K\0\x85"),
+    "a tensor beyond its storage": tensor(storage(1), LARGE + b"\x85", b"K\1\x85"),
+    "a tensor with a number too many": tensor(storage(1), b"K\2\x85", b"K\1\x85"),
+    "a tensor that ends beyond its storage": tensor(storage(1), b"K\2\x85", LARGE + b"\x85"),
+    "a tensor of one number, repeated": tensor(storage(1), LARGE + b"\x85", b"K\0\x85"),
     "a tensor of a shape of tuples": tensor(storage(1), TWICE + b"\x85", b"K\1\x85"),
     "a tensor of no storage": tensor(b"}", b"K\1\x85", b"K\1\x85"),
     "a call of what a call returned": EMPTY + b")R",
@@ -292,13 +294,13 @@ def test_a_crafted_file_of_an_old_version(no_weights: Path) -> None:
     """PyTorch takes memory for what the file says to hold, enlarges it for a tensor, and hashes keys of storages."""
     weights, one = no_weights / "pytorch_model.bin", b"K\1\x85"
     key = b"]" + text("0") + b"a"
-    whole, large, below = (tensor(storage(size, more=b"N"), one, one) for size in (1, 10**9, -1))
+    whole, large, below = (tensor(storage(size, more=b"N"), one, one) for size in (1, 10**8, -1))
     write_legacy(weights, whole)
     assert load_weights_only(weights).tolist() == [0.0]
     for body, keys in (
         (large, key),
         (b"](" + large + whole + b"e", key),
-        (b"](" + large + tensor(storage(-(10**9), text("1"), b"N"), one, one) + b"e", key),
+        (b"](" + large + tensor(storage(-(10**8), text("1"), b"N"), one, one) + b"e", key),
         (below, key),
         (whole, b"]" + TWICE + b"a"),
         (tensor(storage(1, more=TWICE), one, one), key),
@@ -312,7 +314,15 @@ TIED = torch.arange(12.0).reshape(3, 4)
 SAVED: dict[str, PlainValues] = {
     "a state dict": torch.nn.Linear(2, 3).state_dict(),
     "parameters": dict(torch.nn.Linear(2, 3).named_parameters()),
-    "tied weights": {"a": TIED, "b": TIED, "c": TIED.t(), "d": TIED[1:, 2:], "e": TIED[:0], "f": TIED[1, 1]},
+    "tied weights": {
+        "a": TIED,
+        "b": TIED,
+        "c": TIED.t(),
+        "d": TIED[1:, 2:],
+        "e": TIED[:0],
+        "f": TIED[1, 1],
+        "g": torch.zeros(5, 0),
+    },
     "types": {f"{kind}": torch.ones(2, dtype=kind) for kind in (torch.bfloat16, torch.uint8, torch.bool, torch.cfloat)},
     "values": {1: 0.5, 2.5: [(True, None)], False: 10**30, "a": 2 * [[1, 2]], "b": {"é": ()}},
 }
