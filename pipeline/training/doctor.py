@@ -1,6 +1,5 @@
 """The checks of `doctor`: all checks of `fit`, even after a mistake, and those that take long or need all ranks."""
 
-import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -173,18 +172,17 @@ def agree_on_recipe(
     Ranks that run the checks of a recipe wait for one another, so either all of them run these checks or none.
     """
     own = settings_of_ranks(recipe) if recipe is not None else {}
-    own = json.loads(json.dumps(own))  # as another rank sees it
-    digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
-    everyones = ranks.all_gather([loaded.ok, digest, own if ranks.job.rank == 0 else None])
+    everyones = ranks.all_gather([loaded.ok, own if ranks.job.rank == 0 else {}])
+    is_first_loaded, first = everyones[0]
     results = []
     if ranks.job.rank == 0:
         results = [loaded]
-    elif everyones[0][0] and not loaded.ok:
+    elif is_first_loaded and not loaded.ok:
         results = [loaded._replace(where=ranks.location)]
-    elif loaded.ok and digest != everyones[0][1]:
-        different = f"another recipe than rank 0's: {differences(plain(own), everyones[0][2])}; give all ranks the same"
-        results = [CheckResult(False, different, ranks.location)]
-    return (recipe if all(is_loaded for is_loaded, *_ in everyones) else None), results
+    elif loaded.ok and (different := differences(plain(json.loads(json.dumps(own))), first)):  # as `read` returns it
+        line = f"another recipe than rank 0's: {different}; give all ranks the same"
+        results = [CheckResult(False, line, ranks.location)]
+    return (recipe if all(is_loaded for is_loaded, _ in everyones) else None), results
 
 
 def print_results(results: list[CheckResult]) -> int:
