@@ -153,22 +153,35 @@ abandon_when_over() {
     done
 }
 
-# Start to count failures; `fit` removes the file once training has begun.
-count_from_here() { [[ -e $FAILURES_FILE ]] || write_failures 0 || COUNTED=no; }
+# Count a start before it can fail or its node be lost, and end the job after three without progress. `fit` removes the
+# file after its first new checkpoint, and `translate` after a shard.
+count_start() {
+    STARTS=""
+    read -r STARTS 2>/dev/null <"$FAILURES_FILE"
+    [[ $STARTS =~ $NUMBER ]] && STARTS=$((10#$STARTS)) || STARTS=0
+    [[ $STARTS -lt 3 ]] || end_if_repeated 1 " (or a lost node)"
+    write_starts $((STARTS + 1))
+}
 
-# Write the number of failures: write_failures NUMBER. A link in the way is replaced, not followed.
-write_failures() {
+# Take a start back that has ended without a failure, unless it has made progress.
+uncount_start() { [[ ! -e $FAILURES_FILE ]] || write_starts "$STARTS"; }
+
+# Write the number of starts: write_starts NUMBER. A link in the way is replaced, not followed.
+write_starts() {
     local new
-    new=$(mktemp "$FAILURES_FILE.XXXXXX") || return 1
-    { echo "$1" >"$new" && mv --force --no-target-directory "$new" "$FAILURES_FILE"; } || { rm -f "$new" && return 1; }
+    new=$(mktemp "$FAILURES_FILE.XXXXXX") && echo "$1" >"$new" &&
+        mv --force --no-target-directory "$new" "$FAILURES_FILE" && return
+    rm -f "${new:-}"
+    COUNTED=no
 }
 
 # Copy a folder to the local disk of each node: stage FOLDER LOCAL_FOLDER
 stage() {
-    count_from_here
+    count_start
     local each=(srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1)
     "${each[@]}" mkdir -p "$2" || hand_back $?
     "${each[@]}" rsync --archive "$1/" "$2/" || hand_back $?
+    uncount_start
 }
 
 # Start or resume training a recipe, then exit: train RECIPE [ARGUMENT ...]
@@ -176,7 +189,6 @@ train() {
     need_recipe train "$@"
     need_nodes
     TASKS_PER_NODE=${SLURM_NTASKS_PER_NODE:-1}
-    count_from_here
     export MISTAKE_FILE FAILURES_FILE
     # Where PyTorch dumps a rank's last collectives when NCCL hangs. The other defaults of its watchdog are right.
     export TORCH_FR_DUMP_TEMP_FILE=$PWD/nccl-$SLURM_JOB_ID-rank-
@@ -186,13 +198,14 @@ train() {
     # Check the job and the recipe first.
     for command in doctor fit; do
         while true; do
-            count_from_here
+            count_start
             step "$command" --config "$@"
             code=$?
             [[ $code -ne 0 ]] || break
             exit_after_mistake "$command" "$code"
             restart_here "$code" || hand_back "$code"
         done
+        uncount_start
     done
     rm -f "$FAILURES_FILE"
     exit 0
@@ -210,8 +223,7 @@ exit_after_mistake() {
 # Run a command that continues from what it has written, also beside other tasks of an array, then exit:
 # go_on COMMAND [ARGUMENT ...]
 go_on() {
-    count_from_here
-    # `translate` removes FAILURES_FILE when it has written a shard.
+    count_start
     export FAILURES_FILE MISTAKE_FILE
     step "$@"
     local code=$?
@@ -237,7 +249,7 @@ restart_here() {
         say "${#NODES[@]} of $SLURM_NNODES nodes answer (${NODES[*]:-none}); $needed are needed, the first one among them"
         return 1
     fi
-    count_failure "$code" ""
+    end_if_repeated "$code" ""
     # It is the number of GPUs of all nodes (--gpus).
     unset SLURM_GPUS
     export RESTARTS_IN_JOB=$((${RESTARTS_IN_JOB:-0} + 1))
@@ -350,28 +362,28 @@ hand_back() {
     # A request to stop counts as a failure if it came from the time limit, less than five minutes away, since the next
     # start would get no further; not if the job was preempted.
     if ! asked_to_stop "$code"; then
-        count_failure "$code" "$why"
+        end_if_repeated "$code" "$why"
     elif [[ $left =~ $LESS_THAN_5_MINUTES ]]; then
-        count_failure "$code" " (time limit; is --time too short?)"
+        end_if_repeated "$code" " (time limit; is --time too short?)"
+    else
+        uncount_start
     fi
     say "exit code $code$why; requeued"
     scontrol requeue "$(job_id)" || say "cannot be requeued; submit the job again to resume"
     exit "$code"
 }
 
-# Count a failure, and end the job after the third: count_failure EXIT_CODE REASON. Once training has begun, `fit` counts.
-count_failure() {
+# End the job if a start without progress was the third: end_if_repeated EXIT_CODE REASON.
+end_if_repeated() {
     [[ -e $FAILURES_FILE || $COUNTED == no ]] || return 0
-    local failures=""
-    read -r failures 2>/dev/null <"$FAILURES_FILE"
-    [[ $failures =~ $NUMBER ]] && failures=$((10#$failures + 1)) || failures=1
-    if [[ $failures -ge 3 ]]; then
+    if [[ $STARTS -ge 2 ]]; then
         rm -f "$FAILURES_FILE"
-        say "exit code $1$2, $failures times before $GOAL; fix the cause above, then submit again"
-        exit "$1"
+        say "exit code $1$2, 3 times before $GOAL; not requeued; fix the cause above, then submit again"
+    elif [[ $COUNTED == no ]]; then
+        say "exit code $1$2; starts cannot be counted in $FAILURES_FILE; make room, then submit again"
+    else
+        return 0
     fi
-    write_failures "$failures" && [[ $COUNTED == yes ]] && return
-    say "exit code $1$2; failures cannot be counted in $FAILURES_FILE; make room, then submit again"
     exit "$1"
 }
 
@@ -383,10 +395,12 @@ TASKS_PER_NODE=1
 NODES=()
 # What squeue prints as the time left of a job that ends in less than five minutes.
 LESS_THAN_5_MINUTES='^0?[0-4]:..$'
-# Whether failures can be counted. If not, as on a full disk, the job ends: it would restart endlessly.
+# Whether starts can be counted. If not, as on a full disk, the job ends: it would restart endlessly.
 COUNTED=yes
+# How many starts were counted before this one.
+STARTS=0
 # What has to happen between failures, for the message of the last one.
-GOAL="training began"
+GOAL="a new checkpoint"
 # Node and process id of the first task of the current step.
 FIRST_TASK_FILE=$PWD/.first-task-${SLURM_JOB_ID:-}
 # The file exists if the current step was not waited for; KILLED says why a step was killed.
@@ -394,7 +408,7 @@ ABANDONED_FILE=$PWD/.abandoned-${SLURM_JOB_ID:-}
 KILLED=""
 # Created by a rank that ends with a user's mistake: srun's exit code may be that of the ranks it has killed.
 MISTAKE_FILE=$PWD/.mistake-${SLURM_JOB_ID:-}
-# Number of failures before training has begun or a shard was written, kept between the starts of a job.
+# Number of starts since the last checkpoint or shard, kept between the starts of a job.
 FAILURES_FILE=$PWD/.failures-${SLURM_JOB_ID:-}
 rm -f "$MISTAKE_FILE" "$FIRST_TASK_FILE" "$ABANDONED_FILE"
 [[ ${SLURM_RESTART_COUNT:-0} -gt 0 ]] || rm -f "$FAILURES_FILE"

@@ -31,6 +31,7 @@ from pipeline.compat.lightning import WeightAveragingBase
 from pipeline.config.recipe import Recipe
 from pipeline.config.settings import validation_tag
 from pipeline.runtime.console import say
+from pipeline.runtime.launch import clear_failure_count
 from pipeline.runtime.step_clock import StepClock
 
 _COPY_SLACK = 1 << 20
@@ -65,6 +66,8 @@ class CheckpointCallback(Callback):
         self._with_average = recipe.training.ema_decay is not None
         self._metadata = metadata(recipe, tokenizer, identity)
         self._last_saved = time.monotonic()
+        self._first_step = 0
+        """Step that the run resumed from."""
         self.saved_step = 0
         """Step of the newest checkpoint, which may still be being written; see `wait`."""
         self._save_after_validation = False
@@ -146,6 +149,8 @@ class CheckpointCallback(Callback):
         `saved` is the step of the checkpoint; `temporary` is the same if the checkpoint is temporary, else None; `best`
         is the step of the best validation so far; `replaced` are the steps of temporary checkpoints that it replaces.
         """
+        if saved > self._first_step:
+            clear_failure_count()
         for step in replaced:
             step_path(self._run, step).unlink(missing_ok=True)
         # Checkpoints newer than this one were damaged when the run resumed, and do not count.
@@ -190,7 +195,7 @@ class CheckpointCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the step that the run resumes from, and print how much disk and memory checkpoints need."""
-        self.saved_step = trainer.global_step
+        self._first_step = self.saved_step = trainer.global_step
         size, files = self._bytes / 1e6, max_checkpoints(self._settings.keep_last)
         place, how = self._run / "checkpoints", checkpoint_io(trainer).describe()
         say(f"checkpoints: at most {files} files of {size:,.1f} MB, {files * size:,.0f} MB in {place}; {how}")

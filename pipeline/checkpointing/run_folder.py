@@ -6,7 +6,7 @@ import re
 import time
 import zipfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from io import BufferedReader
@@ -40,7 +40,7 @@ from pipeline.config.recipe_files import INVALID_SCALAR, MOST_BYTES, compose
 from pipeline.config.settings import RunSettings
 from pipeline.runtime.console import report
 from pipeline.runtime.launch import JobStep, versions
-from pipeline.runtime.signals import Stopped, raise_if_stopped
+from pipeline.runtime.signals import raise_if_stopped
 
 EVENTS, METRICS, STARTS, SUMMARY = "tensorboard", "metrics.jsonl", "starts.jsonl", "summary.json"
 """TensorBoard's folder; the logged scalars, the starts of the run, and its final scores as JSON."""
@@ -61,9 +61,6 @@ MAY_CHANGE_KEYS = ("batches.max_tokens_per_device", "batches.workers", "corpus.f
 """Keys of other sections that may change."""
 MAY_NOT_CHANGE = ("run.seed", "run.best_by", "run.validation_translations")
 """Keys of these sections that may not change."""
-
-MAX_STARTS = 3
-"""How often a job may start from the same checkpoint: once, and twice more after failures."""
 
 _MAX_ID_BYTES = 64
 _STEP_NAME = re.compile(r"step=(\d+)\.ckpt")
@@ -437,33 +434,6 @@ def should_reset(requested: bool, path: Path, job: JobStep | None) -> bool:
     A job that was submitted with `--fresh` does so once: when SLURM requeues it, it resumes.
     """
     return requested and not (job is not None and reset_marker(path, job).exists())
-
-
-@contextmanager
-def count_start(path: Path, job: JobStep, checkpoint: Path | None) -> Iterator[None]:
-    """Count how often a job has started from one checkpoint without ending normally.
-
-    Stopping, finishing and a user's mistake reset the count; a crash, a hang and a lost node do not.
-
-    Raises InputError after `MAX_STARTS` starts, because the failure would repeat.
-    """
-    name = checkpoint.name if checkpoint else "the beginning"
-    file = path / f".starts-{job.job}.json"
-    earlier = (read_json(file) if file.exists() and job.restarts else None) or {}
-    before = earlier.get("starts") if earlier.get("checkpoint") == name else 0
-    starts = 1 + (before if isinstance(before, int) else 0)  # If the file is damaged, the count begins again.
-    if starts > MAX_STARTS:
-        raise InputError(
-            f"{path}: the job has failed {MAX_STARTS} times from {name}; see the errors in its log, "
-            "then submit it again"
-        )
-    _replace(file, json.dumps({"checkpoint": name, "starts": starts}).encode())
-    try:
-        yield
-    except (Stopped, InputError):
-        file.unlink(missing_ok=True)
-        raise
-    file.unlink(missing_ok=True)
 
 
 def _is_foreign(entry: Path) -> bool:

@@ -28,7 +28,7 @@ srun's exit code does not show it: that is the exit code of the ranks that srun 
 """
 
 FAILURES_FILE = "FAILURES_FILE"
-"""Environment variable: a file in which the job script counts failures before training starts."""
+"""Environment variable: a file in which the job script counts starts without progress."""
 
 RESTARTS_IN_JOB = "RESTARTS_IN_JOB"
 """Environment variable: how often the job script has started the step again since SLURM last started the job."""
@@ -218,7 +218,7 @@ def report_mistake_to_script(environment: Mapping[str, str] = os.environ) -> Non
 
 
 def clear_failure_count(environment: Mapping[str, str] = os.environ) -> None:
-    """Remove the job script's count of failures: training starts, and counts starts in the run folder."""
+    """Remove the job script's count of starts: this one has made progress."""
     if name := environment.get(FAILURES_FILE):
         Path(name).unlink(missing_ok=True)
 

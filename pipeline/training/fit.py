@@ -13,7 +13,7 @@ from data_module.corpus.manifest import corpus_tokenizer
 from data_module.corpus.preparation import in_use
 from data_module.errors import SCRIPTS
 from pipeline.checkpointing.checkpoint import NO_IDENTITY, Identity
-from pipeline.checkpointing.run_folder import RunFolder, count_start
+from pipeline.checkpointing.run_folder import RunFolder
 from pipeline.config.recipe import Recipe
 from pipeline.runtime import signals
 from pipeline.runtime.backend import choose_backend
@@ -57,8 +57,6 @@ def fit(recipe: Recipe, folder: RunFolder | None, fresh: bool, init_from: Path |
             identity = Identity(plan.run_id or secrets.token_hex(16), check_pairs(plan))
         for note in plan.notes:
             say(note)
-        if plan.job is not None and folder is not None:
-            stack.enter_context(count_start(folder.path, plan.job, resume.path if resume else None))
         if resume is not None:
             if reason := finished_reason(plan.recipe, run, resume.step):
                 say(f"{run}: {reason}, or use --fresh")

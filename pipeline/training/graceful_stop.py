@@ -27,7 +27,7 @@ from pipeline.compat.lightning import run_validation
 from pipeline.compat.pytorch import default_store
 from pipeline.runtime import signals
 from pipeline.runtime.console import RendezvousError, print_above_bars
-from pipeline.runtime.launch import clear_failure_count, node_name
+from pipeline.runtime.launch import node_name
 from pipeline.runtime.rank_messages import plain, post, read, silent_ranks, value_of_each_rank
 from pipeline.runtime.rendezvous import GROUP_ERRORS, not_connected
 from pipeline.runtime.signals import Stopped
@@ -235,8 +235,6 @@ class GracefulStop(Callback):
             report.check_same_step(trainer.global_step)
             self._last_look = time.monotonic()
             threading.Thread(target=self._end_if_stuck, args=(trainer, report), daemon=True).start()
-        if trainer.is_global_zero:
-            clear_failure_count()
         self._started = time.monotonic()
         if self._validation_pending:
             run_validation(trainer)

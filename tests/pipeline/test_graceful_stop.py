@@ -219,7 +219,7 @@ def test_all_ranks_wait_for_the_write_of_rank_0(
 
 @pytest.fixture
 def failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of the job's script that counts failures, after one failure."""
+    """The file in which the job's script counts starts without a new checkpoint."""
     path = tmp_path / "failures"
     path.touch()
     monkeypatch.setenv("FAILURES_FILE", str(path))
@@ -230,7 +230,8 @@ def test_both_stop_after_the_same_step(tiny_corpus: Path, tmp_path: Path, failur
     """Both stop at the end of the step after the one in which a rank got the signal."""
     stopped = "asked to stop: saved after step 4; run the same command to resume (exit code 75), validated {}"
     assert train_on_ranks(tmp_path, tiny_corpus, None, Event(3), max_seconds=600.0) == [stopped] * 2
-    assert not failures.exists()  # removed when training starts
+    assert not failures.exists()  # removed with a new checkpoint
+    failures.touch()
     [fourth] = step_checkpoints(tmp_path)
     assert step_of(fourth) == 4
     # The validation of that step is pending. After a signal in it, both ranks stop in it, and it is repeated in full.
@@ -239,6 +240,7 @@ def test_both_stop_after_the_same_step(tiny_corpus: Path, tmp_path: Path, failur
     assert train_on_ranks(tmp_path, tiny_corpus, event, None, max_seconds=600.0) == [stopped] * 2
     assert step_checkpoints(tmp_path) == [fourth]
     assert validation_is_pending(fourth)
+    assert failures.exists()  # no step was taken
     # In the last step, a signal has no effect.
     contents = fourth.read_bytes()
     ends = train_on_ranks(tmp_path, tiny_corpus, None, Event(5), max_steps=6)

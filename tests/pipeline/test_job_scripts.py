@@ -68,7 +68,7 @@ class Ended(NamedTuple):
     requeued: str
     """What was requeued."""
     failures: str | None
-    """The count of failures that the next start of the job finds; None if there is none."""
+    """The number of starts that the next start of the job finds; None if there is none."""
     steps: list[str]
     """The arguments of each srun."""
     tokens: list[str]
@@ -83,13 +83,19 @@ def job(
     words: str = "",
     outcomes: Mapping[str, Sequence[str]] = {},
     environment: Mapping[str, str] = {},
+    counted: str = "",
     **options: object,
 ) -> Ended:
     """Run a job's script with its arguments, in the folder where the job was submitted.
 
     `outcomes` are, for each command of the pipeline, what its starts do, in order, in the words of a shell; then they
-    succeed. `environment` is what the job has besides `JOB`; the options are those of the process.
+    succeed. `environment` is what the job has besides `JOB`; `counted` is what earlier starts of the job have left as
+    their number; the options are those of the process.
     """
+    if counted:
+        (folder / ".failures-7").write_text(f"{counted}\n")
+        jobs = environment.get("JOBS", JOB["JOBS"])
+        environment = {**environment, "SLURM_RESTART_COUNT": "1", "JOBS": f"{jobs[:-1]}1"}
     programs, notes = folder / "programs", folder / "notes"
     programs.mkdir()
     notes.mkdir()
@@ -127,44 +133,52 @@ def write_program(path: Path, code: str) -> None:
 
 MISTAKE = "touch $MISTAKE_FILE; exit"
 """Of the rank that made it; srun ends with the exit code of another one, which it killed."""
-BEGAN = "rm -f $FAILURES_FILE; exit"
+SAVED = "rm -f $FAILURES_FILE; exit"
 FULL_DISK = "ln -s /bin/false $NOTES/../programs/mktemp"
 D, F = "doctor", "fit"
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "environment", "code", "commands", "requeued", "failures"),
+    ("counted", "outcomes", "environment", "code", "commands", "requeued", "failures"),
     [
-        ({}, {}, 0, "doctor fit", False, None),
-        ({D: ["exit 1"]}, {}, 2, "doctor", False, None),
-        ({D: [f"{MISTAKE} 137"]}, {}, 2, "doctor", False, None),
-        ({D: ["exit 69"]}, {}, 0, "doctor doctor fit", False, None),
-        ({D: ["exit 138"]}, {}, 138, "doctor", True, "0"),
-        ({D: ["exit 137"] * 3}, {}, 137, "doctor doctor doctor", False, None),
-        ({F: ["exit 2"]}, {}, 2, "doctor fit", False, None),
-        ({F: [f"{MISTAKE} 137"]}, {}, 2, "doctor fit", False, None),
-        ({F: ["exit 75"]}, {}, 75, "doctor fit", True, "0"),
-        ({F: [f"{BEGAN} 75"]}, {}, 75, "doctor fit", True, None),
+        ("", {}, {}, 0, "doctor fit", False, None),
+        ("", {D: ["exit 1"]}, {}, 2, "doctor", False, None),
+        ("", {D: [f"{MISTAKE} 137"]}, {}, 2, "doctor", False, None),
+        ("", {D: ["exit 69"]}, {}, 0, "doctor doctor fit", False, None),
+        ("", {D: ["exit 138"]}, {}, 138, "doctor", True, "0"),
+        ("", {D: ["exit 137"] * 3}, {}, 137, "doctor doctor doctor", False, None),
+        ("", {F: ["exit 2"]}, {}, 2, "doctor fit", False, None),
+        ("", {F: [f"{MISTAKE} 137"]}, {}, 2, "doctor fit", False, None),
+        ("", {F: ["exit 75"]}, {}, 75, "doctor fit", True, "0"),
+        ("2", {F: ["exit 75"]}, {}, 75, "doctor fit", True, "2"),
+        ("2", {F: [f"{SAVED} 75"]}, {}, 75, "doctor fit", True, None),
         # It came from the time limit: the next start gets no further.
-        ({F: ["exit 75"]}, {"STATE": "n1 2:59 RUNNING None"}, 75, "doctor fit", True, "1"),
-        ({F: ["exit 1"]}, {}, 0, "doctor fit fit", False, None),
-        ({F: ["exit 1"] * 3}, {}, 1, "doctor fit fit fit", False, None),
-        ({F: [f"{BEGAN} 1"] * 4}, {}, 0, "doctor fit fit fit fit fit", False, None),
-        ({F: ["exit 1"]}, {"STATE": "n1 2:59 RUNNING None"}, 1, "doctor fit", True, "1"),
-        ({F: ["exit 1"]}, {"STATE": "n1 1:00:00 CANCELLED None"}, 1, "doctor fit", False, None),
-        ({F: ["exit 1"]}, {"STATE": "n1 0:00 COMPLETING None"}, 1, "doctor fit", False, None),
-        ({F: ["exit 1"]}, {"STATE": "n2 1:00:00 RUNNING None"}, 1, "doctor fit", False, "0"),
+        ("", {F: ["exit 75"]}, {"STATE": "n1 2:59 RUNNING None"}, 75, "doctor fit", True, "1"),
+        ("2", {F: ["exit 75"]}, {"STATE": "n1 2:59 RUNNING None"}, 75, "doctor fit", False, None),
+        ("", {F: ["exit 1"]}, {}, 0, "doctor fit fit", False, None),
+        ("", {F: ["exit 1"] * 3}, {}, 1, "doctor fit fit fit", False, None),
+        ("", {F: [f"{SAVED} 1"] + ["exit 1"] * 3}, {}, 1, "doctor fit fit fit fit", False, None),
+        ("", {F: [f"{SAVED} 1"] * 10}, {}, 0, "doctor fit" + " fit" * 10, False, None),
+        ("", {F: ["exit 1"]}, {"STATE": "n1 2:59 RUNNING None"}, 1, "doctor fit", True, "1"),
+        ("", {F: ["exit 1"]}, {"STATE": "n1 1:00:00 CANCELLED None"}, 1, "doctor fit", False, None),
+        ("", {F: ["exit 1"]}, {"STATE": "n1 0:00 COMPLETING None"}, 1, "doctor fit", False, None),
+        ("", {F: ["exit 1"]}, {"STATE": "n2 1:00:00 RUNNING None"}, 1, "doctor fit", False, "1"),
+        # The first node of earlier starts was lost, and their scripts with it.
+        ("2", {}, {}, 0, "doctor fit", False, None),
+        ("2", {F: ["exit 1"]}, {}, 1, "doctor fit", False, None),
+        ("3", {}, {}, 1, "", False, None),
         # A text in place of the count is no number.
-        ({F: ["echo 'a[$(touch ran)]' >$FAILURES_FILE; exit 1"]}, {}, 0, "doctor fit fit", False, None),
-        ({F: ["echo 08 >$FAILURES_FILE; exit 1"]}, {}, 1, "doctor fit", False, None),
+        ("", {F: ["echo 'a[$(touch ran)]' >$FAILURES_FILE; exit 1"]}, {}, 0, "doctor fit fit", False, None),
+        ("08", {}, {}, 1, "", False, None),
         # A link in place of the count is not followed.
-        ({F: ["ln --force --symbolic one.yaml $FAILURES_FILE; exit 1"]}, {}, 0, "doctor fit fit", False, None),
+        ("", {F: ["ln --force --symbolic one.yaml $FAILURES_FILE; exit 1"]}, {}, 0, "doctor fit fit", False, None),
         # Without a count, on a full disk, the job would start again without end.
-        ({D: [f"{FULL_DISK}; exit 137"]}, {}, 137, "doctor", False, "0"),
-        ({D: [f"{FULL_DISK}; rm $FAILURES_FILE"], F: ["exit 1"]}, {}, 1, "doctor fit", False, None),
+        ("", {D: [f"{FULL_DISK}; exit 137", "exit 137"]}, {}, 137, "doctor doctor", False, "1"),
+        ("", {D: [f"{FULL_DISK}; rm $FAILURES_FILE"], F: ["exit 1"]}, {}, 1, "doctor fit", False, None),
     ],
 )
 def test_what_becomes_of_a_training_job(
+    counted: str,
     outcomes: Mapping[str, Sequence[str]],
     environment: Mapping[str, str],
     code: int,
@@ -173,8 +187,9 @@ def test_what_becomes_of_a_training_job(
     failures: str | None,
     tmp_path: Path,
 ) -> None:
+    """`counted` is how many starts without a new checkpoint an earlier start of the job has noted."""
     (tmp_path / "one.yaml").write_text("precious")
-    done = job(tmp_path, "train", "one.yaml --fresh", outcomes, {"RANKS_TOKEN": "the shell's", **environment})
+    done = job(tmp_path, "train", "one.yaml --fresh", outcomes, {"RANKS_TOKEN": "the shell's", **environment}, counted)
     assert (tmp_path / "one.yaml").read_text() == "precious"
     assert done.output.splitlines() == [f"{one} --config one.yaml --fresh" for one in commands.split()], done.log
     assert (done.code, done.requeued, done.failures) == (code, "requeue 7" if requeued else "", failures), done.log
@@ -183,27 +198,35 @@ def test_what_becomes_of_a_training_job(
     assert len(set(done.tokens)) == len(done.tokens) == len(commands.split())
     assert all(re.fullmatch("[0-9a-f]{64}", token) for token in done.tokens)
     # `fit` ignores --fresh in a start that is not the job's first.
-    assert done.environment.get("RESTARTS_IN_JOB", "0") == str(len(commands.split()) - (2 if "fit" in commands else 1))
+    restarts = max(0, len(commands.split()) - (2 if "fit" in commands else 1))
+    assert done.environment.get("RESTARTS_IN_JOB", "0") == str(restarts)
 
 
 @pytest.mark.parametrize(
-    ("outcome", "environment", "code", "requeued", "failures"),
+    ("counted", "outcome", "environment", "code", "requeued", "failures"),
     [
-        ("exit 0", {}, 0, "", None),
-        ("exit 2", {}, 2, "", None),
-        (f"{MISTAKE} 137", {}, 2, "", None),
-        ("exit 75", {}, 75, "requeue 5_3", "0"),
-        ("exit 143", {}, 75, "requeue 5_3", "0"),  # preempted
-        ("exit 137", {}, 137, "requeue 5_3", "1"),
-        ("echo 2 >$FAILURES_FILE; exit 1", {}, 1, "", None),
-        ("exit 1", {"STATE": "n1 1:00:00 CANCELLED None"}, 1, "", None),
+        ("", "exit 0", {}, 0, "", None),
+        ("", "exit 2", {}, 2, "", None),
+        ("", f"{MISTAKE} 137", {}, 2, "", None),
+        ("", "exit 75", {}, 75, "requeue 5_3", "0"),
+        ("", "exit 143", {}, 75, "requeue 5_3", "0"),  # preempted
+        ("", "exit 137", {}, 137, "requeue 5_3", "1"),
+        ("2", "exit 1", {}, 1, "", None),
+        ("2", f"{SAVED} 1", {}, 1, "requeue 5_3", None),
+        ("", "exit 1", {"STATE": "n1 1:00:00 CANCELLED None"}, 1, "", None),
     ],
 )
 def test_what_becomes_of_a_task_that_translates(
-    outcome: str, environment: Mapping[str, str], code: int, requeued: str, failures: str | None, tmp_path: Path
+    counted: str,
+    outcome: str,
+    environment: Mapping[str, str],
+    code: int,
+    requeued: str,
+    failures: str | None,
+    tmp_path: Path,
 ) -> None:
-    array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "JOBS": "5 5 1\n7 5 0"}
-    done = job(tmp_path, "translate", "runs/a --output y", {"translate": [outcome]}, array | dict(environment))
+    array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "JOBS": "5 5 1\n7 5 0", **environment}
+    done = job(tmp_path, "translate", "runs/a --output y", {"translate": [outcome]}, array, counted)
     assert (done.code, done.requeued, done.failures) == (code, requeued, failures), done.log
 
 

@@ -33,7 +33,6 @@ from pipeline.checkpointing.run_folder import (
     RunFolder,
     check_same_run,
     check_writable,
-    count_start,
     differences,
     is_run,
     read_metrics,
@@ -487,50 +486,6 @@ def test_checkpoints_on_two_disks_are_refused(recipe: Recipe) -> None:
         (run / "checkpoints" / "around-best").symlink_to(other)
         with pytest.raises(InputError, match=r"around-best: is on another disk than .*checkpoints; "):
             check_writable(run)
-
-
-def start(run: Path, restarts: int, checkpoint: Path | None, error: BaseException | None) -> None:
-    """Start a job from a checkpoint, and end it with an error."""
-    with count_start(run, replace(STEP, restarts=restarts), checkpoint):
-        if error is not None:
-            raise error
-
-
-def test_a_job_that_keeps_failing_from_one_checkpoint_is_ended(tmp_path: Path) -> None:
-    four, eight = tmp_path / "step=4.ckpt", tmp_path / "step=8.ckpt"
-    # The first start and two after a failure. A newer checkpoint resets the count.
-    for restarts, checkpoint in enumerate([None, None, four, four, four]):
-        with pytest.raises(ArithmeticError):
-            start(tmp_path, restarts, checkpoint, ArithmeticError())
-    with pytest.raises(InputError, match=r"the job has failed 3 times from step=4\.ckpt"):
-        start(tmp_path, 5, four, ArithmeticError())
-    # A damaged count begins again.
-    file = tmp_path / f".starts-{STEP.job}.json"
-    for count in ('"x"', "null", "[1]"):
-        file.write_text(f'{{"checkpoint": "{four.name}", "starts": {count}}}')
-        with pytest.raises(ArithmeticError):
-            start(tmp_path, 5, four, ArithmeticError())
-        assert json.loads(file.read_text())["starts"] == 1
-    # The count is also reset by a new submission and by another checkpoint.
-    for checkpoint, restarts in ((four, 0), (eight, 6)):
-        with pytest.raises(ArithmeticError):
-            start(tmp_path, restarts, checkpoint, ArithmeticError())
-
-
-@pytest.mark.parametrize("end", [None, Stopped("asked to stop"), InputError("a mistake")])
-def test_a_start_that_did_not_fail_resets_the_count(tmp_path: Path, end: BaseException | None) -> None:
-    for restarts in range(2):
-        with pytest.raises(ArithmeticError):
-            start(tmp_path, restarts, None, ArithmeticError())
-    if end is None:
-        start(tmp_path, 2, None, None)
-    else:
-        with pytest.raises(type(end)):
-            start(tmp_path, 2, None, end)
-    assert not list(tmp_path.iterdir())
-    for restarts in (3, 4, 5):
-        with pytest.raises(ArithmeticError):
-            start(tmp_path, restarts, None, ArithmeticError())
 
 
 def test_a_corpus_is_not_replaced_while_a_run_trains_on_it(
