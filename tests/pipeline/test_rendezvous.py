@@ -139,12 +139,17 @@ def test_ranks_that_are_missing(port: int, capsys: pytest.CaptureFixture[str]) -
     assert len(waiting) == 1
 
 
-def test_rank_0_is_missing(port: int, capsys: pytest.CaptureFixture[str]) -> None:
-    [found] = meet([port], 2, [1], 1.5)
+@pytest.mark.parametrize(("rank", "whom"), [(1, "rank 0"), (0, "the agent of torchrun")])
+def test_what_holds_the_store_is_missing(
+    rank: int, whom: str, port: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(rank == 0))
+    [found] = meet([port], 2, [rank], 1.5)
     assert found.startswith(
-        f"cannot connect to rank 0 at {HOST}:{port} within 1.5 s (Connection refused); see its mess"
+        f"cannot connect to {whom} at {HOST}:{port} within 1.5 s (Connection refused); see its mess"
     )
-    assert capsys.readouterr().err == f"rank 1 on here waits for rank 0 at {HOST}:{port} (Connection refused)\n"
+    said = f"rank {rank} on here waits for {whom} at {HOST}:{port} (Connection refused)\n"
+    assert capsys.readouterr().err == said
 
 
 def test_rank_0_ends_before_all_have_met(port: int) -> None:
