@@ -6,8 +6,8 @@ These dataclasses are the recipe's schema: other keys are refused, with the near
 import re
 from dataclasses import dataclass, field, fields
 
-from data_module.files import PathText
 from data_module.registry import LARGEST, check_range
+from data_module.system.files import PathText
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,8 @@ import torch
 from lightning.pytorch import LightningDataModule
 from numpy.typing import NDArray
 
-from data_module.batching.batch import LengthBucket, PaddedBatch, RowShape, SpecialIds, length_buckets, pad_batch
-from data_module.batching.batch_plan import Epochs, fewest_pairs
-from data_module.batching.rank_rows import row_shape
-from data_module.batching.stateful_loader import RankBatchDataset, StatefulLoader
+from data_module.batch import LengthBucket, PaddedBatch, RowShape, SpecialIds, length_buckets, pad_batch
+from data_module.batch_plan import Epochs, fewest_pairs
 from data_module.corpus.manifest import SplitSources, read_manifest, split_sources
 from data_module.corpus.store import (
     ParallelCorpus,
@@ -25,8 +23,10 @@ from data_module.corpus.store import (
     read_ahead,
 )
 from data_module.errors import InputError
+from data_module.rank_rows import row_shape
 from data_module.settings import BatchSettings, CorpusSettings
-from data_module.text_files import open_file
+from data_module.stateful_loader import RankBatchDataset, StatefulLoader
+from data_module.system.text_files import open_file
 
 
 class TranslationDataModule(LightningDataModule):

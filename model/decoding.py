@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from model.sampling import Sampling, check_sampling, choose, draw_uniforms
+from model.beyond.sampling import Sampling, check_sampling, choose, draw_uniforms
 from model.transformer import Cache, PaddedTransformer, Transformer
 
 

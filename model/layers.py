@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from data_module.registry import Registry
 from model.attention import CrossAttention, SelfAttention, initialize_projections
-from model.fast.dropout import Dropout
+from model.dropout import Dropout
 from model.packed_attention import Segments
 from model.settings import NetworkSettings
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from data_module.registry import Registry
-from model.muon import Muon
+from model.beyond.muon import Muon
 from model.settings import TrainingSettings
 from model.torch_private import set_gradient_scaling, skips_non_finite_steps
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from data_module.batching.batch import PackedBatch
+from data_module.batch import PackedBatch
 
 
 class Segments(NamedTuple):

@@ -1,4 +1,6 @@
-"""PyTorch's private interfaces that `model` uses, one function for each (`pipeline.compat.pytorch` has the others).
+"""PyTorch's private interfaces that `model` uses, one function for each.
+
+`pipeline.runtime.torch_private` has the others.
 
 Each docstring names the public interface that the function stands for, and the PyTorch versions in which the private
 one was found. tests/model/test_torch_private.py fails if PyTorch moves one of them.

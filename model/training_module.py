@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch, SpecialIds
+from data_module.batch import PackedBatch, PaddedBatch, RankBatch, SpecialIds
 from model.backend import Backend, GreedySearch
 from model.loss import LossSums, label_smoothed_loss
 from model.optimization import LossScaler, build_optimizer, build_schedule, take_step

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.fast.dropout import Dropout
+from model.dropout import Dropout
 from model.layers import NORMS, DecoderLayer, EncoderLayer
 from model.packed_attention import Segments
 from model.settings import NetworkSettings

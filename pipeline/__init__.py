@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from data_module.errors import InputError
-    from model.sampling import Sampling
+    from model.beyond.sampling import Sampling
     from pipeline.api import Model, load, train
     from pipeline.inference.translator import Hypothesis
 
@@ -18,7 +18,7 @@ _HOMES = {
     "Hypothesis": "pipeline.inference.translator",
     "InputError": "data_module.errors",
     "Model": "pipeline.api",
-    "Sampling": "model.sampling",
+    "Sampling": "model.beyond.sampling",
     "load": "pipeline.api",
     "train": "pipeline.api",
 }

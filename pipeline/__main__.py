@@ -19,8 +19,8 @@ import threading
 from typing import Any, NoReturn
 
 from data_module.errors import PROGRAM, InputError
-from data_module.files import disk_full_error
-from pipeline.compat.metrics import leave_out_pyplot
+from data_module.system.files import disk_full_error
+from pipeline.metrics.private import leave_out_pyplot
 from pipeline.runtime.console import (
     Failure,
     MessageFormatter,

@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from data_module.errors import InputError, printable
-from data_module.files import PlainValues, user_path
-from data_module.text_files import progress_bar
+from data_module.system.files import PlainValues, user_path
+from data_module.system.text_files import progress_bar
 from model.attention_maps import attention_maps
-from model.sampling import Sampling, check_sampling
+from model.beyond.sampling import Sampling, check_sampling
 from model.transformer import PaddedTransformer
 from pipeline.checkpointing.checkpoint import load_model
 from pipeline.config.recipe import recipe_from_dict
@@ -399,8 +399,9 @@ def train(recipe: Mapping[str, object]) -> Path:
         InputError: a mistake in the recipe or its text, with which `fit` would end as well.
         KeyboardInterrupt: after the checkpoint is saved.
     """
-    from pipeline.training.fit import fit  # Lightning, which translating does not need
-    from pipeline.training.recipe_checks import checked_folder
+    # Lightning, which translating does not need
+    from pipeline.doctor.recipe_checks import checked_folder
+    from pipeline.fit import fit
 
     with _mistakes_in_one_line(), _state_restored():
         checked = recipe_from_dict(recipe)

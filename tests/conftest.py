@@ -19,7 +19,7 @@ import yaml
 from tests.fork_server import ForkServer
 
 if TYPE_CHECKING:
-    from data_module.files import PlainValues
+    from data_module.system.files import PlainValues
     from data_module.tokenization.tokenizer import Tokenizer
     from pipeline.config.recipe import Recipe
 
@@ -203,8 +203,8 @@ def run_here(*arguments: object, code: int = 0) -> tuple[str, str]:
 
 def fit_recipe(recipe: "Recipe", init_from: Path | None = None) -> None:
     """Start or resume the recipe's run in this process, as the command does."""
-    from pipeline.training.fit import fit
-    from pipeline.training.recipe_checks import checked_folder
+    from pipeline.doctor.recipe_checks import checked_folder
+    from pipeline.fit import fit
 
     with checked_folder(recipe, fresh=False) as folder:
         fit(recipe, folder, fresh=False, init_from=init_from)
@@ -287,7 +287,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests that need a GPU or two processors if there are none; run the demo first, since it takes longest."""
-    from data_module.worker_processes import num_processors
+    from data_module.system.worker_processes import num_processors
 
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():

@@ -14,38 +14,41 @@ from tests.conftest import ROOT
 
 PACKAGES = {
     "data_module": {"data_module"},
-    "model": {"model", "data_module.batching.batch", "data_module.registry"},
+    "model": {"model", "data_module.batch", "data_module.registry"},
     "pipeline": {"pipeline", "model", "data_module"},
 }
 """What each package may import of the project."""
 LAYERS = {
     "data_module": [
         "translation_data_module",
-        "batching",
+        "stateful_loader",
+        "rank_rows",
+        "batch_plan",
+        "batch",
         "demo",
         "corpus",
         "tokenization",
-        "worker_processes",
-        "text_files",
         "settings",
-        "outputs",
-        "files",
+        "system",
         "registry",
         "errors",
     ],
-    "model": ["model", "beyond", "torch_private"],
+    "model": ["fast", "model", "beyond", "torch_private"],
     "pipeline": [
         "__main__",
-        "api",
         "commands",
+        "api",
+        "fit",
+        "doctor",
         "training",
         "export",
         "monitoring",
         "inference",
         "checkpointing",
+        "metrics",
+        "ranks",
         "config",
         "runtime",
-        "compat",
     ],
 }
 """A package's layers, from the top down: a layer may import from itself and from those below it.
@@ -133,14 +136,12 @@ def test_only_the_lightning_module_knows_lightning() -> None:
 
 
 def test_only_the_backend_and_what_decodes_name_a_fast_path() -> None:
-    """Others get it as a function. The network has two, which call the plain function where they do not apply."""
+    """Others get it as a function."""
     may_name = ("model.fast", "pipeline.runtime.backend", "pipeline.inference", "pipeline.export")
-    in_network = {"model.fast.dropout"}
     for path in FILES:
         module = module_name(path)
         named = {name for name in imported(path) if within(name, "model.fast")}
-        allowed = named if any(within(module, place) for place in may_name) else in_network
-        assert named <= (allowed if module.startswith(("model.", "pipeline.")) else set()), f"{module} imports {named}"
+        assert not named or any(within(module, place) for place in may_name), f"{module} imports {named}"
 
 
 def test_no_circles() -> None:
@@ -253,7 +254,7 @@ def test_text_files_and_pipes_have_an_encoding(tmp_path: Path) -> None:
 
 def test_messages_go_through_the_functions_that_escape_control_characters() -> None:
     """Of the exceptions, the console prints them; what Lightning's launcher prints are numbers."""
-    exceptions = {"pipeline/runtime/console.py", "pipeline/compat/lightning.py"}
+    exceptions = {"pipeline/runtime/console.py", "pipeline/runtime/lightning_private.py"}
     calls = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in FILES
@@ -266,7 +267,7 @@ def test_messages_go_through_the_functions_that_escape_control_characters() -> N
 
 
 READS_OWN_FILES = {
-    "data_module": {"corpus/store.py", "demo/corpus.py", "files.py"},
+    "data_module": {"corpus/store.py", "demo/corpus.py", "system/files.py"},
     "pipeline": {
         *(f"commands/{name}.py" for name in ("demo", "synthesis")),
         "config/recipe_files.py",

@@ -36,9 +36,9 @@ from data_module.corpus.store import (
     token_type,
 )
 from data_module.corpus.variants import VariantText, write_variants
-from data_module.files import FORMAT_VERSION
 from data_module.settings import CorpusSettings, NoiseSettings, TextSource
-from data_module.text_files import progress_bar
+from data_module.system.files import FORMAT_VERSION
+from data_module.system.text_files import progress_bar
 from data_module.tokenization.encoders import WordEncoder
 from data_module.tokenization.tokenizer import MAX_PIECE_CHARACTERS, TOKENIZER_NAME, UNK_ID, Tokenizer
 from data_module.tokenization.training import WordCounts, train_on_words

@@ -12,9 +12,9 @@ import numpy as np
 from data_module.corpus.pairs import PairChunk, PairFilter, least_lengths, open_reader, read_pairs, with_prefix
 from data_module.corpus.store import MAX_TOKENS
 from data_module.errors import InputError
-from data_module.files import PlainValues, replace_error, write_error
 from data_module.settings import BpeDropout, CorpusSettings, TextSource
-from data_module.text_files import LineWarning, StrayMarks
+from data_module.system.files import PlainValues, replace_error, write_error
+from data_module.system.text_files import LineWarning, StrayMarks
 from data_module.tokenization.text_form import SideForm, form_notes
 from data_module.tokenization.tokenizer import (
     BYTE_NAMES,

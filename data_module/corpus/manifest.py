@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_module.errors import PROGRAM, InputError, first_of
-from data_module.files import PlainValues, check_format, misshapen, read_json
 from data_module.settings import TextSource
+from data_module.system.files import PlainValues, check_format, misshapen, read_json
 from data_module.tokenization.text_form import SHAPE
 from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
 

@@ -14,9 +14,9 @@ from data_module.corpus.dataset_reader import HubDataset
 from data_module.corpus.manifest import PairCounts, SourceFile
 from data_module.corpus.readers import READERS, PairedFiles, Reader, TsvFile
 from data_module.errors import InputError
-from data_module.files import open_regular
 from data_module.settings import CorpusSettings, TextSource
-from data_module.text_files import BYTE_ORDER_MARK, StrayMarks, read_errors
+from data_module.system.files import open_regular
+from data_module.system.text_files import BYTE_ORDER_MARK, StrayMarks, read_errors
 from data_module.tokenization.tokenizer import MAX_PIECE_CHARACTERS, clean_lines
 
 _BUILT_IN: dict[str, type[Reader]] = {"source": PairedFiles, "tsv": TsvFile, "dataset": HubDataset}

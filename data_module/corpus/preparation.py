@@ -35,9 +35,9 @@ from data_module.corpus.manifest import (
 )
 from data_module.corpus.pairs import all_available, fingerprint, open_reader
 from data_module.errors import InputError
-from data_module.files import FileLock, PlainValues, disk_full_error, replace_folder
-from data_module.outputs import check_outputs, files_of_texts, require_own
 from data_module.settings import CorpusSettings
+from data_module.system.files import FileLock, PlainValues, disk_full_error, replace_folder
+from data_module.system.outputs import check_outputs, files_of_texts, require_own
 from data_module.tokenization.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

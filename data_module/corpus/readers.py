@@ -1,6 +1,6 @@
 """The interface of text sources, the readers of text files, and the registry of readers that are not built in.
 
-Text is in two files of one sentence per line, or in one file of pairs; see `data_module.text_files`.
+Text is in two files of one sentence per line, or in one file of pairs; see `data_module.system.text_files`.
 
 To add a kind of text source, subclass `Reader`, implement `chunks`, and register the class:
 `READERS["jsonl"] = JSONLines`. A recipe then names it: `{reader: jsonl, path: FILE}`. See docs/extending.md.
@@ -15,7 +15,7 @@ from pathlib import Path
 from data_module.errors import InputError
 from data_module.registry import Registry
 from data_module.settings import TextSource
-from data_module.text_files import num_lines, open_file
+from data_module.system.text_files import num_lines, open_file
 
 CHUNK_BYTES = 2**20
 """Approximate size of a chunk, per side."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from data_module.corpus.manifest import Split, TokenCounts, read_manifest
 from data_module.errors import PROGRAM, InputError
-from data_module.files import open_regular
+from data_module.system.files import open_regular
 from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
 
 log = logging.getLogger(__name__)

@@ -19,9 +19,9 @@ from data_module.corpus.noise import NOISE_KINDS, add_noise, draw_kinds
 from data_module.corpus.store import TokenStoreWriter, store_prefix, token_counts, token_type
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings
+from data_module.system.worker_processes import ignore_signals, num_processors, signals_blocked
 from data_module.tokenization.encoders import DropoutEncoder
 from data_module.tokenization.tokenizer import Tokenizer
-from data_module.worker_processes import ignore_signals, num_processors, signals_blocked
 
 CHUNK_PAIRS = 2**14
 """Pairs per chunk: a few seconds' work. With another chunk size, other random numbers would be drawn."""

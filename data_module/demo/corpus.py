@@ -49,7 +49,7 @@ from data_module.demo.grammar import (
     prepositional_phrase,
     with_s,
 )
-from data_module.files import atomic_file, user_path
+from data_module.system.files import atomic_file, user_path
 
 SPLIT_SIZES = {"train": 20_000, "validation": 1_000, "test": 1_000, "test_new_combinations": 1_000}
 HELD_OUT_FRACTION = 0.05

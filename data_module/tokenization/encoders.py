@@ -9,8 +9,8 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
+from data_module.system.worker_processes import num_processors
 from data_module.tokenization.tokenizer import SPACE_MARK, Tokenizer
-from data_module.worker_processes import num_processors
 
 # Enough for the frequent words of a large corpus; about 300 MB.
 _MAX_CACHED_WORDS = 1_000_000

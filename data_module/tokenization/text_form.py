@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from data_module.files import PlainValues
+from data_module.system.files import PlainValues
 
 SIDE_SHAPE = dict.fromkeys(("lines_with_spaces", "characters_per_word", "lines_with_parts"), (int, float))
 SHAPE = {side: {**SIDE_SHAPE, "tags": [str]} for side in ("source", "target")}

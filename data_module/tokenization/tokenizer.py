@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from data_module.errors import InputError
-from data_module.files import PlainValues, read_whole
+from data_module.system.files import PlainValues, read_whole
 from data_module.tokenization.pair import SPACE_MARK, PairEncoder, is_code, proto_of, split_models
 
 if TYPE_CHECKING:

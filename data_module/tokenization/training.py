@@ -12,8 +12,8 @@ from itertools import islice
 import numpy as np
 
 from data_module.errors import InputError
-from data_module.files import PlainValues
 from data_module.settings import CorpusSettings
+from data_module.system.files import PlainValues
 from data_module.tokenization.pair import proto_of
 from data_module.tokenization.tokenizer import (
     BOS_ID,

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import SelfAttention
+from model.beyond.sampling import Sampling, draw_uniforms
 from model.decoding import BeamArguments, BeamResult, BeamSearch, Searches, check_search, prefix_lengths
 from model.layers import ACTIVATIONS, NORMS, SELF_ATTENTIONS, DecoderLayer, EncoderLayer
-from model.sampling import Sampling, draw_uniforms
 from model.settings import NetworkSettings
 from model.transformer import SinusoidalPositions, Transformer, sinusoidal_table
 

@@ -206,7 +206,7 @@ struct Header {
     int64_t num_positions;
 };
 
-// How tokens are drawn. See `Sampling` in model/sampling.py.
+// How tokens are drawn. See `Sampling` in model/beyond/sampling.py.
 struct Sampling {
     const double* uniforms;  // three random numbers in [0, 1) for each place of `Request::answers`
     double temperature, top_p;
@@ -842,7 +842,7 @@ class Worker {
         }
     }
 
-    // Draw a token by three random numbers: a part of 32 blocks, a block of 32 tokens, a token. See model/sampling.py.
+    // Draw a token by three random numbers: a part of 32 blocks, a block of 32 tokens, a token. See model/beyond/sampling.py.
     int draw_token(const float* logits, float largest, const double* uniforms) {
         const int size = int(shape().vocabulary_size), num_blocks = (size + 1023) / 1024 * 32;
         // Not infinite: zero times the factor has to be zero.

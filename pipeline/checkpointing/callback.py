@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from data_module.files import PlainValues
+from data_module.system.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
 from model.torch_private import copy_all
 from pipeline.checkpointing.checkpoint import NO_IDENTITY, Identity, metadata
@@ -27,11 +27,11 @@ from pipeline.checkpointing.run_folder import (
     step_of,
     step_path,
 )
-from pipeline.compat.lightning import WeightAveragingBase
 from pipeline.config.recipe import Recipe
 from pipeline.config.settings import validation_tag
 from pipeline.runtime.console import say
 from pipeline.runtime.launch import clear_failure_count
+from pipeline.runtime.lightning_private import WeightAveragingBase
 from pipeline.runtime.step_clock import StepClock
 
 _COPY_SLACK = 1 << 20

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from data_module.errors import PROGRAM, InputError, first_of
-from data_module.files import FORMAT_VERSION, PlainValues, atomic_file, check_format, misshapen
+from data_module.system.files import FORMAT_VERSION, PlainValues, atomic_file, check_format, misshapen
 from data_module.tokenization.text_form import SHAPE
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings, NetworkSettings, changed_keys

@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import Tensor
 
-from data_module.files import PlainValues
+from data_module.system.files import PlainValues
 from pipeline.checkpointing.checkpoint import write_atomic
 from pipeline.runtime.console import say, user_message
 from pipeline.runtime.memory import can_measure_peak, host_memory_limit, private_memory, release_freed_memory

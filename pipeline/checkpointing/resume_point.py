@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 from data_module.errors import InputError
-from data_module.files import PlainValues, misshapen
+from data_module.system.files import PlainValues, misshapen
 from data_module.tokenization.tokenizer import Tokenizer
-from model.muon import Muon
+from model.beyond.muon import Muon
 from model.optimization import build_optimizer
 from model.transformer import Transformer
 from pipeline.checkpointing.checkpoint import PREFIX, Checkpoint, NoInitialValues, read_checkpoint

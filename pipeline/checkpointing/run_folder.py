@@ -16,7 +16,7 @@ import yaml
 
 from data_module.corpus.manifest import TEXT_KEYS, changes
 from data_module.errors import InputError, first_of
-from data_module.files import (
+from data_module.system.files import (
     FORMAT_VERSION,
     FileLock,
     PlainValues,
@@ -32,7 +32,7 @@ from data_module.files import (
     remove_temporary_files,
     write_error,
 )
-from data_module.text_files import LONGEST_LINE
+from data_module.system.text_files import LONGEST_LINE
 from data_module.tokenization.tokenizer import TOKENIZER_NAME
 from model.settings import DECAY_TO_LAST_STEP, changed_keys
 from pipeline.config.recipe import Recipe, stored_settings

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipeline.compat.pytorch import archived_pickle
+from pipeline.runtime.torch_private import archived_pickle
 
 
 class _Storage(NamedTuple):

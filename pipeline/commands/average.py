@@ -6,8 +6,8 @@ The paper averages the last 5 for base and 20 for big (section 6.1).
 import argparse
 
 from data_module.errors import InputError
-from data_module.files import replace_error, user_path
-from data_module.outputs import followed
+from data_module.system.files import replace_error, user_path
+from data_module.system.outputs import followed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

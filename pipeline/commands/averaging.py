@@ -4,7 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from data_module.errors import InputError
-from data_module.files import PlainValues
+from data_module.system.files import PlainValues
 from pipeline.checkpointing.checkpoint import Checkpoint, average, check_members, read_checkpoint, write_atomic
 from pipeline.checkpointing.run_folder import (
     METRICS,
@@ -19,7 +19,7 @@ from pipeline.checkpointing.run_folder import (
     step_of,
 )
 from pipeline.config.settings import validation_tag
-from pipeline.inference.metrics import mode_of, title_and_score
+from pipeline.metrics.metrics import mode_of, title_and_score
 from pipeline.runtime.console import report
 
 

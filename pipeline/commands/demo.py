@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data_module.errors import PROGRAM, SCRIPTS
-from data_module.files import user_path
+from data_module.system.files import user_path
 from pipeline.config.recipe_files import shipped_recipes
 from pipeline.runtime.console import report
 from pipeline.runtime.signals import INTERRUPTED

@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
         # Printed before anything that takes time: another rank that waits for this one in vain ends the step.
         print(f"WRONG {mistake}", flush=True)
         wrong = 1
-    from pipeline.training.doctor import Question, run_checks  # Its imports take seconds.
+    from pipeline.doctor.doctor import Question, run_checks  # Its imports take seconds.
 
     asked = Question(arguments.config, arguments.overrides, arguments.fresh, arguments.init_from)
     code = run_checks(asked, job) or wrong

@@ -8,8 +8,8 @@ last output line is JSON.
 import argparse
 
 from data_module.errors import InputError
-from data_module.files import user_path
-from data_module.outputs import require_writable
+from data_module.system.files import user_path
+from data_module.system.outputs import require_writable
 from pipeline.inference.file_options import check_files
 from pipeline.inference.options import SearchOptions, add_prefix_argument, add_search_arguments
 from pipeline.inference.text_io import paired_texts, read_numbers, require_as_many

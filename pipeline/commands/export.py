@@ -9,7 +9,7 @@ import argparse
 from dataclasses import replace
 
 from data_module.errors import InputError
-from data_module.files import user_path
+from data_module.system.files import user_path
 from pipeline.export.bundle_folder import FILES, ON_REQUEST, PARITY_SENTENCES, check_bundle_folder
 from pipeline.inference.file_options import check_files
 from pipeline.inference.options import SearchOptions, add_search_arguments

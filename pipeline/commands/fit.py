@@ -6,7 +6,7 @@ all settings with type, default and meaning, and has a table of sizes, memory an
 
 import argparse
 
-from data_module.files import user_path
+from data_module.system.files import user_path
 from pipeline.config.recipe import add_recipe_arguments, load_recipe
 from pipeline.runtime import signals
 from pipeline.runtime.launch import process_rank, reports_exit_code
@@ -27,12 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser, needs_recipe: bool = True) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Start or resume training; on rank 0, report a requested stop as this process's exit code."""
-    from pipeline.training.recipe_checks import checked_folder  # Not needed for --help.
+    from pipeline.doctor.recipe_checks import checked_folder  # Not needed for --help.
 
     try:
         recipe = load_recipe(arguments.config, arguments.overrides)
         with checked_folder(recipe, arguments.fresh) as folder:
-            from pipeline.training.fit import fit  # torch and Lightning, which take seconds to import
+            from pipeline.fit import fit  # torch and Lightning, which take seconds to import
 
             fit(recipe, folder, arguments.fresh, arguments.init_from)
         return 0

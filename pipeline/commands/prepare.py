@@ -8,7 +8,7 @@ were dropped, and why. `manifest.json` in the folder holds all of this.
 import argparse
 import json
 
-from data_module.files import user_path
+from data_module.system.files import user_path
 from pipeline.config.recipe import add_recipe_arguments, load_recipe
 from pipeline.runtime.console import say
 

@@ -9,7 +9,7 @@ the validation text.
 import argparse
 from pathlib import Path
 
-from data_module.files import user_path
+from data_module.system.files import user_path
 from pipeline.config.recipe import Recipe, add_recipe_arguments, load_recipe
 from pipeline.config.recipe_files import copy_recipe, description, shipped_recipes
 

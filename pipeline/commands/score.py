@@ -15,8 +15,8 @@ has one of `corpus.user_symbols` that a model has never seen on that side.
 import argparse
 
 from data_module.errors import InputError
-from data_module.files import user_path
-from data_module.outputs import require_writable
+from data_module.system.files import user_path
+from data_module.system.outputs import require_writable
 from pipeline.inference.bundle_folder import bundle_of
 from pipeline.inference.file_options import check_files
 from pipeline.inference.options import add_prefix_argument

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import IO
 
 from data_module.errors import PROGRAM, SCRIPTS, InputError
-from data_module.files import FileLock, atomic_file, remove_temporary_files
+from data_module.system.files import FileLock, atomic_file, remove_temporary_files
 from pipeline.runtime.console import report
 from pipeline.runtime.signals import INTERRUPTED, STOPPED
 

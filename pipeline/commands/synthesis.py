@@ -15,15 +15,15 @@ from data_module.corpus.checks import given_tokenizer, tokenizer_file
 from data_module.corpus.manifest import MANIFEST_NAME, changes, is_corpus, read_manifest
 from data_module.corpus.pairs import fingerprint, open_reader, read_pairs
 from data_module.errors import InputError, first_of
-from data_module.files import PlainValues, atomic_file, existing_parent, read_json, read_whole, write_error
 from data_module.settings import BpeDropout, CorpusSettings, TextSource
-from data_module.text_files import open_file
+from data_module.system.files import PlainValues, atomic_file, existing_parent, read_json, read_whole, write_error
+from data_module.system.text_files import open_file
 from data_module.tokenization.tokenizer import TOKENIZER_NAME, clean_lines
 from pipeline.commands.stages import Stage, run_stages
 from pipeline.config.recipe import Recipe, stored_settings
+from pipeline.doctor.recipe_checks import Report, check_recipe
 from pipeline.inference.loading import chosen_file, load_file, require_direction
 from pipeline.runtime.console import report
-from pipeline.training.recipe_checks import Report, check_recipe
 
 TAG = "<bt>"
 """The prefix of synthetic pairs."""

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from data_module.errors import InputError
-from data_module.files import user_path
+from data_module.system.files import user_path
 from pipeline.commands.score import require_share
 from pipeline.config.recipe import add_recipe_arguments, load_recipe
 from pipeline.config.settings import validate_trainer_keys

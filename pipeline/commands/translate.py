@@ -17,8 +17,8 @@ from dataclasses import replace
 from io import FileIO
 
 from data_module.errors import InputError
-from data_module.files import user_path
-from data_module.text_files import open_file, text_reader
+from data_module.system.files import user_path
+from data_module.system.text_files import open_file, text_reader
 from pipeline.inference.file_options import check_files
 from pipeline.inference.options import (
     SearchOptions,

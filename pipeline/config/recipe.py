@@ -12,8 +12,8 @@ from typing import ClassVar, TypeVar
 import yaml
 
 from data_module.errors import InputError, printable
-from data_module.files import PlainValues, user_path
 from data_module.settings import BatchSettings, CorpusSettings
+from data_module.system.files import PlainValues, user_path
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from pipeline.config.recipe_files import RecipeLoader, extended, merge, plain_copy, read_extended
 from pipeline.config.schema import Checker, annotation, place_in

@@ -14,9 +14,9 @@ from typing import Any
 import yaml
 
 from data_module.errors import PROGRAM, InputError
-from data_module.files import PlainValues, atomic_file, read_whole, user_path
-from data_module.outputs import check_outputs, followed
 from data_module.registry import did_you_mean
+from data_module.system.files import PlainValues, atomic_file, read_whole, user_path
+from data_module.system.outputs import check_outputs, followed
 
 SCHEMA = "recipe.schema.json"
 MODELINE = "# yaml-language-server: $schema="

@@ -10,8 +10,8 @@ from types import NoneType
 from typing import Any
 
 from data_module.errors import InputError, printable
-from data_module.files import PathText, PlainValues, user_path
 from data_module.registry import did_you_mean
+from data_module.system.files import PathText, PlainValues, user_path
 
 Signature = dict[str, object]
 """The keys of a section that has no dataclass, and their type annotations."""

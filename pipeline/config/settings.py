@@ -6,8 +6,8 @@ from datetime import timedelta
 from typing import Literal, get_args
 
 from data_module.errors import InputError
-from data_module.files import PathText, PlainValues
 from data_module.registry import LARGEST, check_range
+from data_module.system.files import PathText, PlainValues
 
 LIKELIHOOD = "likelihood"
 """The value of `run.best_by` that is no metric of translations."""

@@ -13,7 +13,7 @@ from string import Template
 
 from data_module.corpus.manifest import read_manifest
 from data_module.errors import InputError
-from data_module.files import FORMAT_VERSION, PlainValues, read_json
+from data_module.system.files import FORMAT_VERSION, PlainValues, read_json
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export.ctranslate2_model import NUM_POSITIONS
 from pipeline.inference.options import Prefixes
@@ -126,7 +126,7 @@ def model_card(card: PlainValues) -> str:
         "about": json.dumps(about, indent=2, ensure_ascii=False),
     }
     blocks = {"page", "no scores"}
-    from pipeline.inference.metrics import title  # imports sacreBLEU
+    from pipeline.metrics.metrics import title  # imports sacreBLEU
 
     if name := next((name for name in scores if f"{name}_signature" in scores), None):
         blocks = {"page", "scores"}

@@ -30,7 +30,7 @@ from model import decoding
 from model.attention_maps import sharing_copy
 from model.transformer import PaddedTransformer, SinusoidalPositions, Transformer, sinusoidal_table
 from pipeline.checkpointing.checkpoint import TrainedModel
-from pipeline.compat.pytorch import has_while_loop, while_loop
+from pipeline.runtime.torch_private import has_while_loop, while_loop
 
 Specials = tuple[int, int, int]
 """Ids of the begin, end and padding symbols."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from data_module.errors import require_package
-from data_module.files import PlainValues
+from data_module.system.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.tokenization.training import standalone_model
 from model.layers import ACTIVATIONS

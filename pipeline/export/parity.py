@@ -22,18 +22,18 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from data_module.errors import InputError
-from data_module.files import PlainValues
+from data_module.system.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from model.transformer import PaddedTransformer, Transformer
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export.formats import FORMATS, Answer, Bundle, Format, Ids, Search, own_search
-from pipeline.inference.bleu_tokenizer import DEFAULT, tokenizer_of
-from pipeline.inference.metrics import METRICS, corpus_score, metrics_on
 from pipeline.inference.pieces import encode_sources
 from pipeline.inference.scoring import score_pairs
 from pipeline.inference.text_io import paired_texts
 from pipeline.inference.translator import BATCH_TOKENS, LONGEST, length_batches
+from pipeline.metrics.bleu_tokenizer import DEFAULT, tokenizer_of
+from pipeline.metrics.metrics import METRICS, corpus_score, metrics_on
 from pipeline.runtime.console import report
 
 WARM_UP = 5

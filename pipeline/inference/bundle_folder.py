@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from data_module.errors import InputError
-from data_module.files import PlainValues, check_format, json_object
+from data_module.system.files import PlainValues, check_format, json_object
 
 PROGRAM_FILE = "model.ts"
 """The file that translates, a program in TorchScript."""

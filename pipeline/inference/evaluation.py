@@ -8,11 +8,9 @@ from typing import NamedTuple
 from sacrebleu.utils import SACREBLEU_DIR
 
 from data_module.errors import InputError, require_package
-from data_module.files import PlainValues
-from data_module.outputs import output_file
-from data_module.text_files import progress_bar
-from pipeline.inference import metrics
-from pipeline.inference.bleu_tokenizer import spacing_warning, tokenizer_of
+from data_module.system.files import PlainValues
+from data_module.system.outputs import output_file
+from data_module.system.text_files import progress_bar
 from pipeline.inference.evaluation_text import (
     EvaluationText,
     require_test_set,
@@ -25,6 +23,8 @@ from pipeline.inference.loading import load_translator
 from pipeline.inference.options import SearchOptions
 from pipeline.inference.text_io import SentenceWarnings, require_as_many
 from pipeline.inference.translator import Translator
+from pipeline.metrics import metrics
+from pipeline.metrics.bleu_tokenizer import spacing_warning, tokenizer_of
 from pipeline.runtime.console import report
 
 TOKENIZED_LINES = 100

@@ -10,13 +10,13 @@ from sacrebleu.utils import SACREBLEU_DIR
 from data_module.corpus.manifest import source_names
 from data_module.corpus.pairs import read_pairs
 from data_module.errors import InputError
-from data_module.files import PlainValues
 from data_module.registry import did_you_mean
 from data_module.settings import CorpusSettings
+from data_module.system.files import PlainValues
 from pipeline.config.recipe import stored_settings
-from pipeline.inference.bleu_tokenizer import language_code
 from pipeline.inference.options import Prefixes, with_prefix
 from pipeline.inference.text_io import read_sentences
+from pipeline.metrics.bleu_tokenizer import language_code
 
 
 class EvaluationText(NamedTuple):

@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from data_module.files import PlainValues
-from data_module.outputs import check_outputs, files_of_texts
+from data_module.system.files import PlainValues
+from data_module.system.outputs import check_outputs, files_of_texts
 from pipeline.checkpointing.run_folder import files_of_run
 from pipeline.inference.bundle_folder import BUNDLE_NAMES, bundle_of
 

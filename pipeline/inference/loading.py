@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from data_module.errors import InputError
-from data_module.files import PlainValues, misshapen, read_whole
 from data_module.settings import CorpusSettings
+from data_module.system.files import PlainValues, misshapen, read_whole
 from data_module.tokenization.text_form import SHAPE
 from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
 from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint

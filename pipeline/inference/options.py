@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from data_module.errors import InputError
-from data_module.files import PlainValues
+from data_module.system.files import PlainValues
 from data_module.tokenization.tokenizer import is_blank
 from model.settings import LARGEST_SEARCH, STOP_RULES, DecodingSettings
 
 if TYPE_CHECKING:
-    from model.sampling import Sampling
+    from model.beyond.sampling import Sampling
 
 
 def add_search_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +100,7 @@ def given_sampling(arguments: argparse.Namespace) -> "Sampling | None":
     for name in ("beam", "n_best", "stop_rule"):
         if getattr(arguments, name) is not None:
             raise InputError(f"{_option(name)}: is for a search; omit it, or --sample, which draws one translation")
-    from model.sampling import Sampling, check_sampling  # torch, which a wrong option does not wait for
+    from model.beyond.sampling import Sampling, check_sampling  # torch, which a wrong option does not wait for
 
     sampling = Sampling(**given)
     try:

@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from data_module.errors import InputError
-from data_module.worker_processes import ignore_signals, num_processors, signals_blocked
+from data_module.system.worker_processes import ignore_signals, num_processors, signals_blocked
 from pipeline.runtime.console import drop_unread_output, lacking_memory, user_message
 
 Work = Callable[[str, int], None]

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from data_module.corpus.pairs import fingerprint
 from data_module.errors import InputError
-from data_module.files import FileLock, PlainValues, atomic_file, read_json, remove_temporary_files
-from data_module.outputs import followed
-from data_module.text_files import num_lines, open_file
+from data_module.system.files import FileLock, PlainValues, atomic_file, read_json, remove_temporary_files
+from data_module.system.outputs import followed
+from data_module.system.text_files import num_lines, open_file
 from pipeline.inference.text_io import CHUNK, sentences
 from pipeline.runtime.console import report
 from pipeline.runtime.launch import clear_failure_count

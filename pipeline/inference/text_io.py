@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data_module.errors import InputError
-from data_module.text_files import BYTE_ORDER_MARK, LineWarning, StrayMarks, num_lines, open_file
+from data_module.system.text_files import BYTE_ORDER_MARK, LineWarning, StrayMarks, num_lines, open_file
 from data_module.tokenization.text_form import ENOUGH, Difference
 from data_module.tokenization.tokenizer import SPACE_MARK, is_blank
 from pipeline.inference.options import Prefixes

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from data_module.errors import InputError
-from data_module.outputs import output_file
-from data_module.text_files import progress_bar
+from data_module.system.outputs import output_file
+from data_module.system.text_files import progress_bar
 from data_module.tokenization.tokenizer import is_blank
 from pipeline.inference.file_options import check_files
 from pipeline.inference.loading import load_translator, require_direction

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 from data_module.corpus.pairs import fingerprint
 from data_module.errors import InputError
-from data_module.text_files import open_file
+from data_module.system.text_files import open_file
 from pipeline.inference.loading import chosen_file, load_file
 from pipeline.inference.options import SearchOptions, with_prefix
 from pipeline.inference.processes import choose_devices, run_on_devices

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from data_module.errors import InputError
-from data_module.files import PlainValues
-from data_module.text_files import progress_bar
+from data_module.system.files import PlainValues
+from data_module.system.text_files import progress_bar
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamArguments, BeamSearch
 from model.fast.compiled_search import CompiledSearch

@@ -34,7 +34,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor
 from torch.utils.tensorboard.summary import custom_scalars, hparams, text
 
-from data_module.files import atomic_file, json_object, open_in_place
+from data_module.system.files import atomic_file, json_object, open_in_place
 from pipeline.checkpointing.run_folder import EVENT_FILES, EVENTS, METRICS, SUMMARY
 from pipeline.runtime.console import say
 

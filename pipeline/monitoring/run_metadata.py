@@ -14,11 +14,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from data_module.corpus.manifest import Manifest, split_sources
-from data_module.files import PlainValues
+from data_module.system.files import PlainValues
 from pipeline.checkpointing.run_folder import STARTS, SUMMARY, read_metrics
 from pipeline.config.recipe import Recipe
 from pipeline.config.settings import validation_tag
-from pipeline.inference.metrics import mode_of
+from pipeline.metrics.metrics import mode_of
 from pipeline.monitoring.run_log import RunLog, table
 from pipeline.monitoring.training_monitor import TrainingMonitor
 from pipeline.monitoring.validation_metrics import best_tag

@@ -15,22 +15,22 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from data_module.batching.batch import RankBatch
+from data_module.batch import RankBatch
 from data_module.errors import InputError
-from data_module.files import PlainValues
+from data_module.system.files import PlainValues
 from model.backend import Backend
 from model.training_module import StepOutputs, TranslationModule
-from pipeline.compat.pytorch import call_after_backward
 from pipeline.config.settings import LIKELIHOOD, validation_tag
-from pipeline.inference.metrics import title_and_score
+from pipeline.metrics.metrics import title_and_score
 from pipeline.monitoring.performance import RankBackend, Stragglers, matmul_rate, other_backends, slowest_rank
 from pipeline.monitoring.validation_metrics import quality
+from pipeline.ranks.rank_messages import plain, value_of_each_rank
 from pipeline.runtime.console import say
 from pipeline.runtime.devices import mixed_processors_mistake, processor_name
 from pipeline.runtime.launch import node_name
 from pipeline.runtime.memory import can_measure_peak, private_memory
-from pipeline.runtime.rank_messages import plain, value_of_each_rank
 from pipeline.runtime.step_clock import OWN, StepClock
+from pipeline.runtime.torch_private import call_after_backward
 
 FIRST_LINE_SECONDS = 10.0
 """How long after its start a run shows the time left, unless it has logged a step by then."""

@@ -7,8 +7,8 @@ import torchmetrics
 from torch import Tensor
 
 from pipeline.config.settings import validation_tag
-from pipeline.inference import metrics
-from pipeline.inference.bleu_tokenizer import DEFAULT
+from pipeline.metrics import metrics
+from pipeline.metrics.bleu_tokenizer import DEFAULT
 
 LENGTHS = (10, 20, 30, 40, 60)
 """Upper bounds of the source-length buckets, in pieces; longer sources belong to one more bucket."""

@@ -7,18 +7,18 @@ from typing import Any, NamedTuple
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from data_module.batching.batch import PaddedBatch
+from data_module.batch import PaddedBatch
 from data_module.corpus.manifest import SplitSources
 from data_module.errors import InputError
-from data_module.files import PlainValues
+from data_module.system.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
 from model.training_module import TranslationModule
 from pipeline.config.settings import LIKELIHOOD, validation_tag
-from pipeline.inference.bleu_tokenizer import DEFAULT
-from pipeline.inference.metrics import mode_of
+from pipeline.metrics.bleu_tokenizer import DEFAULT
+from pipeline.metrics.metrics import mode_of
 from pipeline.monitoring.run_log import RunLog, table
 from pipeline.monitoring.validation_metrics import NUM_TRANSLATED, ValidationMetrics, best_tag, quality
-from pipeline.runtime.rank_messages import value_of_each_rank
+from pipeline.ranks.rank_messages import value_of_each_rank
 
 NUM_SAMPLES, NUM_WORST, NUM_LONGEST = 12, 6, 4
 _COLUMN_PADDING = 40 * "\u00a0"

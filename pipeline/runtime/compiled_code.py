@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 from data_module.errors import InputError
-from data_module.files import FileLock, atomic_file, open_in_place, private_folder
-from data_module.worker_processes import signals_blocked
-from pipeline.compat.pytorch import default_compiler_cache, start_compile_workers
+from data_module.system.files import FileLock, atomic_file, open_in_place, private_folder
+from data_module.system.worker_processes import signals_blocked
 from pipeline.runtime.console import report, say
+from pipeline.runtime.torch_private import default_compiler_cache, start_compile_workers
 
 Loaded = TypeVar("Loaded")
 

@@ -16,7 +16,7 @@ from io import BufferedWriter, FileIO, TextIOWrapper, UnsupportedOperation
 from typing import Any
 
 from data_module.errors import IN_CLONE, InputError, printable
-from data_module.files import disk_full_error, exception_chain
+from data_module.system.files import disk_full_error, exception_chain
 from pipeline.runtime.launch import process_rank
 
 _LIGHTNING_LOGGERS = (

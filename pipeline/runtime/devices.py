@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 
 from data_module.errors import InputError
-from data_module.worker_processes import num_processors
+from data_module.system.worker_processes import num_processors
 from pipeline.runtime.console import say
 from pipeline.runtime.launch import JobStep
 

@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 
-from data_module.batching.batch import SpecialIds
+from data_module.batch import SpecialIds
 from data_module.errors import InputError
-from data_module.files import PlainValues, atomic_file
+from data_module.system.files import PlainValues, atomic_file
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.backend import Backend
@@ -22,11 +22,10 @@ from model.transformer import Transformer
 from pipeline.checkpointing.callback import EMA, CheckpointCallback
 from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
 from pipeline.checkpointing.run_folder import STOPPED_EARLY, settings_of_ranks
-from pipeline.compat.lightning import disable_signal_handling
 from pipeline.config.recipe import Recipe
 from pipeline.config.settings import max_seconds, validation_tag
-from pipeline.inference.bleu_tokenizer import spacing_warning
-from pipeline.inference.metrics import mode_of, title
+from pipeline.metrics.bleu_tokenizer import spacing_warning
+from pipeline.metrics.metrics import mode_of, title
 from pipeline.monitoring.attention_plots import AttentionPlots
 from pipeline.monitoring.performance import flops_per_target_token
 from pipeline.monitoring.run_log import RunLog
@@ -35,6 +34,7 @@ from pipeline.monitoring.training_monitor import TrainingMonitor
 from pipeline.monitoring.validation_samples import ValidationSamples
 from pipeline.runtime.console import say
 from pipeline.runtime.devices import TrainerOptions
+from pipeline.runtime.lightning_private import disable_signal_handling
 from pipeline.training.graceful_stop import GracefulStop
 from pipeline.training.memory_probe import MemoryProbe
 from pipeline.training.start import Start, choose_bleu_tokenizer

@@ -20,17 +20,17 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from data_module.files import PlainValues
+from data_module.system.files import PlainValues
 from pipeline.checkpointing.callback import CheckpointCallback, validation_is_due
 from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO, checkpoint_io
-from pipeline.compat.lightning import run_validation
-from pipeline.compat.pytorch import default_store
+from pipeline.ranks.rank_messages import plain, post, read, silent_ranks, value_of_each_rank
+from pipeline.ranks.rendezvous import GROUP_ERRORS, not_connected
 from pipeline.runtime import signals
 from pipeline.runtime.console import RendezvousError, print_above_bars
 from pipeline.runtime.launch import node_name
-from pipeline.runtime.rank_messages import plain, post, read, silent_ranks, value_of_each_rank
-from pipeline.runtime.rendezvous import GROUP_ERRORS, not_connected
+from pipeline.runtime.lightning_private import run_validation
 from pipeline.runtime.signals import Stopped
+from pipeline.runtime.torch_private import default_store
 
 MARGIN_SECONDS = 30
 """How much longer the gradients' process group waits than this one, so that an error is raised here first."""

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from data_module.batching.batch import MIN_PADDING_TOKENS, RankBatch, RowShape, collate
+from data_module.batch import MIN_PADDING_TOKENS, RankBatch, RowShape, collate
 from data_module.corpus.store import ParallelCorpus
 from data_module.errors import InputError
 from data_module.translation_data_module import TranslationDataModule
 from model.training_module import TranslationModule
 from pipeline.checkpointing.checkpoint_io import checkpoint_io
-from pipeline.compat.lightning import call_as_step
 from pipeline.runtime.console import lacking_memory, say
+from pipeline.runtime.lightning_private import call_as_step
 from pipeline.runtime.memory import (
     MemoryLimit,
     can_measure_peak,

@@ -9,8 +9,8 @@ from data_module.corpus.checks import given_tokenizer
 from data_module.corpus.manifest import Manifest, is_corpus, read_manifest
 from data_module.corpus.store import training_pairs
 from data_module.errors import InputError
-from data_module.files import PlainValues, read_json
-from data_module.outputs import followed
+from data_module.system.files import PlainValues, read_json
+from data_module.system.outputs import followed
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DECAY_TO_LAST_STEP, changed_keys, with_defaults
 from pipeline.checkpointing.checkpoint import (
@@ -31,10 +31,10 @@ from pipeline.checkpointing.run_folder import (
     should_reset,
 )
 from pipeline.config.recipe import Recipe
-from pipeline.inference.bleu_tokenizer import Choice, choose_tokenizer
-from pipeline.inference.metrics import title
+from pipeline.export.marian_import import is_marian, load_marian
+from pipeline.metrics.bleu_tokenizer import Choice, choose_tokenizer
+from pipeline.metrics.metrics import title
 from pipeline.runtime.launch import JobStep, process_rank
-from pipeline.training.marian_import import is_marian, load_marian
 
 _MAY_DIFFER = ("dropout", "attention_dropout", "activation_dropout")
 """Network settings that affect neither the weights' shapes nor what they compute."""

@@ -23,7 +23,8 @@ from lightning.pytorch.plugins.environments import (
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from data_module.errors import InputError
-from pipeline.compat.lightning import SingleStreamDDP, precision_plugin
+from pipeline.ranks.rank_messages import RANKS_TOKEN, value_of_each_rank
+from pipeline.ranks.rendezvous import GROUP_ERRORS, Rendezvous, listen, not_connected, use_loopback
 from pipeline.runtime import signals
 from pipeline.runtime.console import RendezvousError
 from pipeline.runtime.devices import TrainerOptions, best_precision, device_indices, missing_gpu, sees_own_gpu_only
@@ -35,8 +36,7 @@ from pipeline.runtime.launch import (
     node_name,
     rank_variable,
 )
-from pipeline.runtime.rank_messages import RANKS_TOKEN, value_of_each_rank
-from pipeline.runtime.rendezvous import GROUP_ERRORS, Rendezvous, listen, not_connected, use_loopback
+from pipeline.runtime.lightning_private import SingleStreamDDP, precision_plugin
 from pipeline.training.graceful_stop import MARGIN_SECONDS
 
 Plugin: TypeAlias = ClusterEnvironment | CheckpointIO | Precision

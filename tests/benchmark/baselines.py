@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from data_module.batching.batch import LengthBucket, PaddedBatch, SpecialIds, length_buckets, pad_batch
+from data_module.batch import LengthBucket, PaddedBatch, SpecialIds, length_buckets, pad_batch
 from data_module.corpus.store import lengths_with_eos
 from data_module.errors import InputError
 from data_module.translation_data_module import TranslationDataModule

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-from data_module.batching.batch_plan import plan_epoch
+from data_module.batch_plan import plan_epoch
 from data_module.corpus.builder import write_corpus
 from data_module.corpus.checks import check_text
 from data_module.corpus.pairs import all_available
 from data_module.corpus.preparation import without_garbage_collection
 from data_module.corpus.store import lengths_with_eos
-from data_module.files import PlainValues
 from data_module.settings import CorpusSettings
+from data_module.system.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from pipeline.config.recipe import add_recipe_arguments, load_recipe

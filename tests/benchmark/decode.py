@@ -21,7 +21,7 @@ import torch
 from sentencepiece import SentencePieceProcessor
 
 from data_module.errors import InputError
-from data_module.files import PlainValues, user_path
+from data_module.system.files import PlainValues, user_path
 from data_module.tokenization.tokenizer import normalize_white_space
 from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
 from pipeline.export.ctranslate2_model import require_ctranslate2, write_ctranslate2

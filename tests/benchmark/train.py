@@ -33,9 +33,9 @@ from torch import nn
 from torch.optim import Optimizer
 from tqdm import tqdm
 
-from data_module.batching.batch import RankBatch
+from data_module.batch import RankBatch
 from data_module.errors import InputError
-from data_module.files import PlainValues
+from data_module.system.files import PlainValues
 from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
 from model.training_module import TranslationModule
 from pipeline.config.recipe import add_recipe_arguments, load_recipe

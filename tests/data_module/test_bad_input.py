@@ -160,7 +160,7 @@ def test_full_disk(place: Workplace, monkeypatch: pytest.MonkeyPatch, code: int)
         place.fails("corpus: the disk is full, nothing was kept; free space")
     manifest = place.works()
     with monkeypatch.context() as patch:
-        patch.setattr("data_module.files.sync_to_disk", full)
+        patch.setattr("data_module.system.files.sync_to_disk", full)
         with pytest.raises(InputError, match="disk is full"):
             made(place.settings, force=True)
     assert place.works() == manifest

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_module.batching.batch import (
+from data_module.batch import (
     LengthBucket,
     RankBatch,
     RowShape,
@@ -18,8 +18,8 @@ from data_module.batching.batch import (
     length_groups,
     pad_batch,
 )
-from data_module.batching.rank_rows import row_shape
 from data_module.corpus.store import ParallelCorpus, TokenStore, TokenStoreWriter
+from data_module.rank_rows import row_shape
 from tests.data_module.test_batch_plan import lengths
 
 SPECIAL = SpecialIds(pad=0, bos=2, eos=3)

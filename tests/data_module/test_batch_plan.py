@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_module.batching import batch_plan, rank_rows
-from data_module.batching.batch_plan import Epochs, plan_epoch
+from data_module import batch_plan, rank_rows
+from data_module.batch_plan import Epochs, plan_epoch
 from data_module.corpus.store import open_corpus
 
 BATCH = 2000

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from data_module.files import (
+from data_module.system.files import (
     FileLock,
     atomic_file,
     disk_full_error,
@@ -185,7 +185,7 @@ def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
 FORK_AND_WAIT = """
 import os, sys, time
 from pathlib import Path
-from data_module.files import FileLock
+from data_module.system.files import FileLock
 lock = FileLock(Path(sys.argv[1]))
 assert lock.take()
 if os.fork() == 0:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from data_module.errors import InputError
-from data_module.outputs import check_outputs, output_file, require_own
+from data_module.system.outputs import check_outputs, output_file, require_own
 
 
 def as_link(path: Path, name: Path) -> Path:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from data_module.corpus.manifest import summary
 from data_module.corpus.pairs import PairFilter, Reason, SeenPairs, hash_pairs, read_pairs
 from data_module.settings import CorpusSettings, TextSource
-from data_module.text_files import _NOT_TEXT
+from data_module.system.text_files import _NOT_TEXT
 from tests.conftest import INVISIBLE
 from tests.data_module.conftest import contents, dropped, made, pairs_of_text, write_pairs
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_module.batching.batch import MIN_PADDING_TOKENS, RowShape
-from data_module.batching.rank_rows import cost, rank_rows, row_shape
+from data_module.batch import MIN_PADDING_TOKENS, RowShape
+from data_module.rank_rows import cost, rank_rows, row_shape
 from tests.data_module.test_batch_plan import lengths
 
 

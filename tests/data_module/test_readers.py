@@ -12,9 +12,9 @@ from data_module.corpus.readers import READERS, Reader, as_lines
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
 from pipeline.config.recipe import Recipe
-from pipeline.training.doctor import Findings
+from pipeline.doctor.doctor import Findings
+from pipeline.doctor.recipe_checks import check_text
 from pipeline.training.new_corpus import ensure_corpus
-from pipeline.training.recipe_checks import check_text
 from tests.data_module.conftest import made
 
 

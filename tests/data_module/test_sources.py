@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from data_module.batching.batch import SpecialIds
+from data_module.batch import SpecialIds
 from data_module.corpus.manifest import source_names
 from data_module.corpus.preparation import existing_corpus
 from data_module.corpus.store import open_corpus

@@ -15,12 +15,12 @@ import torch
 from torch.utils.data import Dataset
 from torch.utils.data._utils.signal_handling import _set_worker_signal_handlers
 
-from data_module.batching import stateful_loader
-from data_module.batching.batch import RankBatch, SpecialIds
-from data_module.batching.batch_plan import Epoch, EpochPlan, Epochs
-from data_module.batching.rank_rows import row_shape
-from data_module.batching.stateful_loader import RankBatchDataset, StatefulLoader
+from data_module import stateful_loader
+from data_module.batch import RankBatch, SpecialIds
+from data_module.batch_plan import Epoch, EpochPlan, Epochs
 from data_module.corpus.store import open_corpus
+from data_module.rank_rows import row_shape
+from data_module.stateful_loader import RankBatchDataset, StatefulLoader
 from data_module.tokenization.tokenizer import Tokenizer
 
 SPECIAL = SpecialIds(pad=0, bos=2, eos=3)

@@ -12,7 +12,7 @@ import pytest
 
 from data_module.corpus.pairs import fingerprint
 from data_module.errors import InputError
-from data_module.text_files import LONGEST_LINE, open_file, text_reader
+from data_module.system.text_files import LONGEST_LINE, open_file, text_reader
 from pipeline.inference.text_io import count_lines, read_sentences, sentences
 
 LINES = "the tea\nsome milk\n" * 30

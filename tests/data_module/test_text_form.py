@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from data_module.files import misshapen
+from data_module.system.files import misshapen
 from data_module.tokenization.text_form import SHAPE, SideForm, difference, form_notes
 from pipeline.inference.options import Prefixes
 from pipeline.inference.text_io import Defects, SentenceWarnings

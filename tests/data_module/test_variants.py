@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from data_module.batching.batch import SpecialIds
-from data_module.batching.batch_plan import Epoch, epoch_pairs, fewest_pairs
-from data_module.batching.stateful_loader import StatefulLoader
+from data_module.batch import SpecialIds
+from data_module.batch_plan import Epoch, epoch_pairs, fewest_pairs
 from data_module.corpus import variants
 from data_module.corpus.preparation import prepare
 from data_module.corpus.store import ParallelCorpus, TokenStore, hash_pairs, open_corpus, open_variants
 from data_module.errors import InputError
 from data_module.settings import BatchSettings, BpeDropout, CorpusSettings, NoiseSettings, TextSource
+from data_module.stateful_loader import StatefulLoader
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from tests.conftest import train_tokenizer

@@ -11,8 +11,8 @@ import types
 import typing
 from collections.abc import Iterator
 
-from data_module.files import PathText
 from data_module.settings import TextSource
+from data_module.system.files import PathText
 from pipeline.config.recipe import Recipe
 from pipeline.config.recipe_files import description
 from pipeline.config.settings import TRAINER_KEYS

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import MISSING, Field, fields, is_dataclass
 
 from data_module.errors import InputError
-from data_module.files import PlainValues
 from data_module.settings import CorpusSettings, TextSource
+from data_module.system.files import PlainValues
 from model.layers import ACTIVATIONS, NORMS, SELF_ATTENTIONS
 from model.optimization import OPTIMIZERS, SCHEDULES
 from model.settings import NetworkSettings, TrainingSettings

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import yaml
 
-from pipeline.inference import metrics
+from pipeline.metrics import metrics
 from tests.conftest import ROOT
 from tests.docs import command_lines, generate, pages
 
@@ -101,7 +101,7 @@ def test_python_runs(name: str, trained_run: Path, tmp_path: Path, monkeypatch: 
 
 
 EXTENSIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGES["docs/extending.md"], re.MULTILINE | re.DOTALL))
-REGISTRIES = ["pipeline.inference.metrics.METRICS", "data_module.corpus.readers.READERS"]
+REGISTRIES = ["pipeline.metrics.metrics.METRICS", "data_module.corpus.readers.READERS"]
 REGISTRIES += [f"model.optimization.{name}" for name in ("SCHEDULES", "OPTIMIZERS")]
 REGISTRIES += [f"model.layers.{name}" for name in ("NORMS", "ACTIVATIONS", "SELF_ATTENTIONS")]
 

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch
+from data_module.batch import PackedBatch, PaddedBatch, RankBatch
 from data_module.corpus.store import ParallelCorpus, TokenStore, TokenStoreWriter
 from data_module.settings import BatchSettings
 from data_module.translation_data_module import TranslationDataModule
@@ -24,9 +24,9 @@ from model.packed_attention import FLASH_ATTENTION, PLAIN_ATTENTION
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import TranslationModule
 from pipeline.checkpointing.callback import EMA
-from pipeline.compat.lightning import SingleStreamDDP, precision_plugin
 from pipeline.monitoring.training_monitor import TrainingMonitor
 from pipeline.runtime.backend import choose_backend
+from pipeline.runtime.lightning_private import SingleStreamDDP, precision_plugin
 from pipeline.training.memory_probe import MemoryProbe
 from tests.benchmark.train import PeakMemory
 from tests.compilations import Compilations

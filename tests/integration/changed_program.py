@@ -20,16 +20,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import profile
 
-from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch
+from data_module.batch import PackedBatch, PaddedBatch, RankBatch
 from model import packed_attention
 from model.backend import Backend
 from model.fast.compilation import CompiledForward
 from model.loss import LossSums
 from model.training_module import StepOutputs, TranslationModule
 from pipeline.__main__ import main
-from pipeline.compat.lightning import SingleStreamDDP, call_as_step
 from pipeline.runtime import backend
 from pipeline.runtime.launch import process_rank
+from pipeline.runtime.lightning_private import SingleStreamDDP, call_as_step
 from pipeline.training import memory_probe
 from tests.compilations import Compilations
 from tests.model.sentence_batches import masked_attention, packed, sentence_by_sentence

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from data_module.files import PlainValues
+from data_module.system.files import PlainValues
 from pipeline import load
 from pipeline.checkpointing.checkpoint import read_checkpoint
 from pipeline.checkpointing.run_folder import read_metrics, step_path

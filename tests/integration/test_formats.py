@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pipeline
-from data_module.files import FORMAT_VERSION, PlainValues
+from data_module.system.files import FORMAT_VERSION, PlainValues
 from tests.conftest import refusal, run_here
 
 VERSIONS = {

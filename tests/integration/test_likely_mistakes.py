@@ -16,10 +16,10 @@ from data_module.corpus.checks import check_text
 from data_module.errors import InputError
 from model.optimization import SCHEDULES
 from pipeline.config.recipe import load_recipe
+from pipeline.doctor.doctor import Findings, Question, check_fit
+from pipeline.doctor.start_checks import note_long_warmup
 from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.launch import JobStep
-from pipeline.training.checks import note_long_warmup
-from pipeline.training.doctor import Findings, Question, check_fit
 from tests.conftest import run_here, tiny_recipe, write_text
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from data_module.files import is_mount_point
-from data_module.outputs import output_file
+from data_module.system.files import is_mount_point
+from data_module.system.outputs import output_file
 from pipeline.config.recipe import load_recipe
-from pipeline.training.doctor import Question, check_fit
+from pipeline.doctor.doctor import Question, check_fit
 from tests.conftest import ROOT, pipeline, refusal
 
 Mount = Callable[..., None]
@@ -83,11 +83,11 @@ def test_a_full_disk_is_named(mount: Mount, trained_run: Path, tmp_path: Path) -
 LOADER = """
 import subprocess, sys
 from pathlib import Path
-from data_module.batching.batch import SpecialIds
+from data_module.batch import SpecialIds
 from data_module.errors import InputError
 from data_module.settings import BatchSettings
 from data_module.translation_data_module import TranslationDataModule
-from data_module.worker_processes import require_shared_memory
+from data_module.system.worker_processes import require_shared_memory
 data = TranslationDataModule(Path(sys.argv[1]), BatchSettings(batch_tokens=20_000, workers=1), SpecialIds(0, 1, 2), 1)
 def report(function):
     try:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from model.decoding import BeamSearch
+from model.dropout import Dropout
 from model.fast import compiled_search
 from model.fast.compilation import CompiledForward
 from model.fast.compiled_search import CompiledSearch
-from model.fast.dropout import Dropout
 from model.fast.packed_linear import PackedLinear, PackedProjection, can_pack, pack_linears
 from model.loss import label_smoothed_loss
 from model.packed_attention import FLASH_ATTENTION, RowAttention

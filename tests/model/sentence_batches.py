@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 from torch.nn.utils.rnn import pad_sequence
 
-from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch, RowShape, SpecialIds, collate
+from data_module.batch import PackedBatch, PaddedBatch, RankBatch, RowShape, SpecialIds, collate
 from data_module.corpus.store import ParallelCorpus
 from model.loss import label_smoothed_loss
 from model.packed_attention import PLAIN_ATTENTION, RowAttention, Segments, packed_segments

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import model.packed_attention
-from data_module.batching.batch import PackedBatch
+from data_module.batch import PackedBatch
 from model.backend import Backend
+from model.dropout import Dropout
 from model.fast.compilation import CompiledForward
-from model.fast.dropout import Dropout
 from model.packed_attention import FLASH_ATTENTION
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import TranslationModule

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from torch.optim import Optimizer
 
-from model import muon
-from model.muon import orthogonalize
+from model.beyond import muon
+from model.beyond.muon import orthogonalize
 from model.optimization import build_optimizer
 from model.settings import NetworkSettings, TrainingSettings
 from model.torch_private import set_gradient_scaling, skips_non_finite_steps

@@ -10,7 +10,7 @@ from torch import nn
 
 from model.attention import CrossAttention, SelfAttention, attention
 from model.attention_maps import attention_maps
-from model.fast.dropout import Dropout
+from model.dropout import Dropout
 from model.layers import DecoderLayer, EncoderLayer
 from model.settings import NetworkSettings
 from model.transformer import PaddedTransformer, SinusoidalPositions, Transformer, sinusoidal_table

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from data_module.batching.batch import PackedBatch
+from data_module.batch import PackedBatch
 from model.attention import attention
 from model.packed_attention import (
     Segments,

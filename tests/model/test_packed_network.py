@@ -8,7 +8,7 @@ import torch
 import model.attention
 import model.packed_attention
 from model.attention import attention
-from model.fast.dropout import Dropout
+from model.dropout import Dropout
 from model.packed_attention import FLASH_ATTENTION, PLAIN_ATTENTION
 from model.settings import NetworkSettings
 from model.transformer import Transformer

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from model.beyond.sampling import Sampling, choose, draw_uniforms, split_mix
 from model.decoding import BeamResult
-from model.sampling import Sampling, choose, draw_uniforms, split_mix
 from model.transformer import Transformer
 from tests.model.search_truth import (
     BOS,

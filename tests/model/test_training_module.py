@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 import model.training_module
-from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch, SpecialIds
-from data_module.files import PlainValues
+from data_module.batch import PackedBatch, PaddedBatch, RankBatch, SpecialIds
+from data_module.system.files import PlainValues
 from model.backend import Backend
 from model.decoding import BeamSearch
 from model.loss import label_smoothed_loss

@@ -25,15 +25,15 @@ import yaml
 from PIL import Image
 
 import pipeline
-from data_module.files import PlainValues
+from data_module.system.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
 from model.attention_maps import attention_maps
+from pipeline import fit
 from pipeline.__main__ import main
 from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
 from pipeline.inference.loading import load_translator
 from pipeline.inference.options import Prefixes, SearchOptions
 from pipeline.inference.translator import Translator
-from pipeline.training import fit
 from tests.conftest import ROOT, run_here, sentences, tiny_recipe, train_tokenizer
 from tests.conftest import refusal as refusal_of_command
 from tests.pipeline.test_export import make_model

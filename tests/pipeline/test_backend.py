@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from data_module.batching.batch import PaddedBatch, SpecialIds
+from data_module.batch import PaddedBatch, SpecialIds
 from data_module.errors import InputError
 from model.backend import Backend
 from model.decoding import BeamSearch

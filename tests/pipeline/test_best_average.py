@@ -11,11 +11,11 @@ import torch
 import yaml
 
 from data_module.errors import InputError
-from data_module.files import PlainValues
+from data_module.system.files import PlainValues
 from pipeline.checkpointing.checkpoint import average, read_checkpoint, resolve_checkpoint, write_atomic
 from pipeline.checkpointing.run_folder import around_best_path, read_metrics, step_checkpoints, step_of, step_path
 from pipeline.commands import averaging as command
-from pipeline.inference.metrics import METRICS, ExactMatch
+from pipeline.metrics.metrics import METRICS, ExactMatch
 from pipeline.monitoring.run_metadata import final_metrics
 from tests.conftest import refusal, run_here
 

@@ -10,8 +10,8 @@ import pytest
 import sacrebleu
 
 from data_module.errors import InputError
-from pipeline.inference.bleu_tokenizer import Choice, choose_tokenizer, require_tokenizer, spacing_warning
-from pipeline.inference.metrics import paper_score, require_moses_language, score_and_compare
+from pipeline.metrics.bleu_tokenizer import Choice, choose_tokenizer, require_tokenizer, spacing_warning
+from pipeline.metrics.metrics import paper_score, require_moses_language, score_and_compare
 from pipeline.monitoring.validation_metrics import ValidationMetrics
 
 TEXTS = {

@@ -13,11 +13,11 @@ from data_module.corpus.preparation import prepare
 from data_module.tokenization.tokenizer import Tokenizer
 from model.backend import Backend
 from pipeline.config.recipe import Recipe, load_recipe
-from pipeline.inference.metrics import METRICS, ExactMatch
+from pipeline.doctor.doctor import Findings
+from pipeline.doctor.recipe_checks import CheckResult
+from pipeline.doctor.start_checks import check_disk_space
+from pipeline.metrics.metrics import METRICS, ExactMatch
 from pipeline.training.build import build_callbacks, build_data, build_module
-from pipeline.training.checks import check_disk_space
-from pipeline.training.doctor import Findings
-from pipeline.training.recipe_checks import CheckResult
 from pipeline.training.start import Plan, ResumePoint, Start
 from tests.conftest import sentences
 

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from data_module.errors import InputError
-from data_module.files import PlainValues
+from data_module.system.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.checkpointing.checkpoint import (

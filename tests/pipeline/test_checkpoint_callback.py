@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-from data_module.files import PlainValues
+from data_module.system.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.checkpointing import callback as callback_module
 from pipeline.checkpointing import checkpoint_io as io_module

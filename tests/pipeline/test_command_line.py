@@ -16,11 +16,11 @@ from tqdm import tqdm
 from data_module.errors import InputError
 from pipeline import load
 from pipeline.__main__ import main, parse
+from pipeline.doctor.doctor import print_results
+from pipeline.doctor.recipe_checks import CheckResult
 from pipeline.inference import text_scoring
 from pipeline.inference.loading import chosen_file
 from pipeline.runtime.console import report, say, user_message
-from pipeline.training.doctor import print_results
-from pipeline.training.recipe_checks import CheckResult
 from tests.test_structure import FILES
 
 ONE, TWO, THREE = map(Path, ("one.yaml", "two.yml", "three.yaml"))

@@ -20,11 +20,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from data_module.batching.batch import SpecialIds
+from data_module.batch import SpecialIds
 from data_module.corpus.manifest import read_manifest
 from data_module.errors import InputError
-from data_module.files import PlainValues, read_json, read_whole
 from data_module.settings import BatchSettings
+from data_module.system.files import PlainValues, read_json, read_whole
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.settings import NetworkSettings
@@ -34,7 +34,7 @@ from pipeline.checkpointing.run_folder import differences, is_run, latest_valid,
 from pipeline.checkpointing.weights_only import load_weights_only
 from pipeline.config.recipe import load_recipe
 from pipeline.config.recipe_files import MOST_BYTES, compose
-from pipeline.training.marian_import import load_marian
+from pipeline.export.marian_import import load_marian
 from pipeline.training.start import finished_reason
 from tests.conftest import refusal, run_here
 from tests.pipeline.test_checkpoint import untrained_contents

@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from data_module.errors import InputError
 from pipeline.config.recipe import Recipe, load_recipe
+from pipeline.doctor import doctor, rank_checks
+from pipeline.doctor.doctor import Question, agree_on_recipe
+from pipeline.doctor.rank_checks import RankGroup, UnresponsiveRanksError, check_ranks
+from pipeline.doctor.recipe_checks import CheckResult, Report
+from pipeline.doctor.start_checks import check_machine, check_trainer
 from pipeline.runtime.devices import ONE_GPU_NOTE, gpus_mistake, mixed_processors_mistake, processors_note
 from pipeline.runtime.launch import RANKS_MISSING, JobStep, node_name
-from pipeline.training import doctor, rank_checks
-from pipeline.training.checks import check_machine, check_trainer
-from pipeline.training.doctor import Question, agree_on_recipe
-from pipeline.training.rank_checks import RankGroup, UnresponsiveRanksError, check_ranks
-from pipeline.training.recipe_checks import CheckResult, Report
 from pipeline.training.trainer import make_trainer, trainer_options
 from tests.conftest import ROOT, program
 
@@ -36,7 +36,7 @@ RANK = """
 import time
 from datetime import timedelta
 import torch.distributed as dist
-from pipeline.training.rank_checks import RankGroup, _check_all_reduce
+from pipeline.doctor.rank_checks import RankGroup, _check_all_reduce
 from pipeline.runtime.launch import JobStep
 
 ranks = RankGroup(JobStep(job="7", rank=0, local_rank=0, num_tasks=1, num_nodes=1, tasks_per_node=1, restarts=0))

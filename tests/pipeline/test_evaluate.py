@@ -10,13 +10,13 @@ from typing import ClassVar
 import pytest
 import sacrebleu
 
-from data_module.files import PlainValues
+from data_module.system.files import PlainValues
 from model.settings import DecodingSettings
 from pipeline.inference import evaluation
 from pipeline.inference.evaluation_text import EvaluationText, text_of_files
-from pipeline.inference.metrics import METRICS
 from pipeline.inference.options import Prefixes, SearchOptions
 from pipeline.inference.text_io import Defects
+from pipeline.metrics.metrics import METRICS
 from tests.conftest import refusal, run_here
 from tests.pipeline.test_metrics import Lines
 

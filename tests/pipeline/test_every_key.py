@@ -19,8 +19,8 @@ from data_module.corpus.pairs import open_reader
 from data_module.corpus.preparation import prepare
 from data_module.corpus.readers import READERS, Reader
 from data_module.errors import InputError
-from data_module.files import PlainValues
 from data_module.settings import TextSource
+from data_module.system.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
 from model.attention import SelfAttention
 from model.layers import NORMS, SELF_ATTENTIONS
@@ -31,9 +31,9 @@ from pipeline.checkpointing.callback import EMA
 from pipeline.checkpointing.checkpoint import write_atomic
 from pipeline.config.recipe import Recipe, recipe_from_dict
 from pipeline.config.settings import TRAINER_KEYS
+from pipeline.fit import train
 from pipeline.inference.loading import load_translator
 from pipeline.runtime.devices import best_precision
-from pipeline.training.fit import train
 from pipeline.training.graceful_stop import MARGIN_SECONDS
 from pipeline.training.start import Plan, Start
 from pipeline.training.trainer import ConnectedDDP

@@ -15,12 +15,12 @@ from lightning.pytorch.profilers import SimpleProfiler
 
 from data_module.errors import InputError
 from pipeline.__main__ import main
-from pipeline.compat.lightning import SingleStreamDDP, precision_plugin
 from pipeline.config.settings import max_seconds
+from pipeline.doctor.start_checks import check_machine
 from pipeline.runtime.console import lightning_noise_restored, quiet_lightning
 from pipeline.runtime.devices import allow_tf32, best_precision
 from pipeline.runtime.launch import JobStep
-from pipeline.training.checks import check_machine
+from pipeline.runtime.lightning_private import SingleStreamDDP, precision_plugin
 from pipeline.training.trainer import strategy, trainer_options
 from tests.conftest import ROOT, program
 
@@ -122,7 +122,7 @@ def test_lightning_is_quiet_on_gpus(monkeypatch: pytest.MonkeyPatch, caplog: pyt
 
 RANK_0 = """
 import subprocess, sys, time
-from pipeline.compat.lightning import RankObserver
+from pipeline.runtime.lightning_private import RankObserver
 rank_1 = subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(3)"])
 RankObserver([rank_1], patience_seconds={patience}).start()
 rank_1.wait()
@@ -148,7 +148,7 @@ def test_ranks_share_the_processors_of_their_node(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("LOCAL_RANK", "0")  # Something else has started the ranks.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr("pipeline.compat.lightning.num_processors", lambda: 6)
+    monkeypatch.setattr("pipeline.runtime.lightning_private.num_processors", lambda: 6)
     chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     options = {"accelerator": "cpu", "devices": 2}

@@ -19,17 +19,17 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.utils.data import DataLoader
 
-from data_module.files import PlainValues
+from data_module.system.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.checkpointing import checkpoint_io
 from pipeline.checkpointing.callback import CheckpointCallback
 from pipeline.checkpointing.checkpoint import write_atomic
 from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
 from pipeline.checkpointing.run_folder import step_checkpoints, step_of
-from pipeline.compat.lightning import disable_signal_handling
 from pipeline.config.recipe import load_recipe
 from pipeline.runtime import signals
 from pipeline.runtime.console import RendezvousError, quiet_lightning
+from pipeline.runtime.lightning_private import disable_signal_handling
 from pipeline.runtime.signals import Stopped
 from pipeline.runtime.step_clock import StepClock
 from pipeline.training import graceful_stop

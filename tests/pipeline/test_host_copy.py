@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_module.files import PlainValues
+from data_module.system.files import PlainValues
 from pipeline.checkpointing.checkpoint_io import HostCopy
 from pipeline.runtime.memory import private_memory
 

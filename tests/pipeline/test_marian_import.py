@@ -22,7 +22,7 @@ from model.decoding import BeamSearch
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
 from pipeline.export.huggingface_model import write_huggingface
-from pipeline.training.marian_import import is_marian, load_marian
+from pipeline.export.marian_import import is_marian, load_marian
 from tests.conftest import sentences, train_tokenizer
 from tests.pipeline.marian_folder import load, target_text
 from tests.pipeline.test_export import make_model

@@ -18,10 +18,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from data_module.batching.batch import SpecialIds
+from data_module.batch import SpecialIds
 from data_module.errors import InputError
-from data_module.files import PlainValues
 from data_module.settings import BatchSettings
+from data_module.system.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
@@ -29,10 +29,11 @@ from model.training_module import TranslationModule
 from model.transformer import Transformer
 from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
 from pipeline.config.recipe import load_recipe
+from pipeline.doctor import start_checks
 from pipeline.runtime import signals
 from pipeline.runtime.console import Failure, quiet_lightning
 from pipeline.runtime.memory import MemoryLimit, host_memory_limit, private_memory
-from pipeline.training import checks, memory_probe, out_of_memory
+from pipeline.training import memory_probe, out_of_memory
 from pipeline.training.build import build_callbacks
 from pipeline.training.memory_probe import MemoryProbe
 from pipeline.training.start import Plan
@@ -261,7 +262,7 @@ def test_what_weights_gradients_and_moments_need(
         monkeypatch.setattr(out_of_memory, "host_memory_limit", partial(limit_of, size))
         message = "^network: weights, gradients and moments need 0.0 GB, and each of 2 has 0.0; ask for"
         with nullcontext() if fits else pytest.raises(InputError, match=message):
-            checks.check_memory(Plan(recipe, None, False))
+            start_checks.check_memory(Plan(recipe, None, False))
 
 
 class KillLoader(Callback):
@@ -278,7 +279,7 @@ def test_a_killed_loader_process_is_told_in_one_line(
     def with_killer(*given: object) -> list[Callback]:
         return [KillLoader(), *build_callbacks(*given)]  # type: ignore[arg-type]
 
-    monkeypatch.setattr("pipeline.training.fit.build_callbacks", with_killer)
+    monkeypatch.setattr("pipeline.fit.build_callbacks", with_killer)
     words = ["--run.folder", str(tmp_path / "run"), "--batches.workers", "2", "--trainer.max_steps", "400"]
     with pytest.raises(Failure) as failed:
         fit_recipe(load_recipe([recipe_file], words))
@@ -316,7 +317,7 @@ def test_failures_while_the_network_is_built(
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         raise error
 
-    monkeypatch.setattr("pipeline.training.fit.build_module", build)
+    monkeypatch.setattr("pipeline.fit.build_module", build)
     signals.install()
     with pytest.raises(type(error) if line is None else Failure) as failed:
         fit_recipe(load_recipe([recipe_file], ["--run.folder", str(tmp_path / "run")]))

@@ -14,9 +14,10 @@ from sacrebleu import significance
 from sacrebleu.significance import PairedTest
 
 from data_module.errors import InputError
-from data_module.files import PlainValues
-from pipeline.inference import metrics
-from pipeline.inference.metrics import (
+from data_module.system.files import PlainValues
+from pipeline.inference import metrics as promised
+from pipeline.metrics import metrics
+from pipeline.metrics.metrics import (
     METRICS,
     corpus_score,
     mean_score,
@@ -33,6 +34,11 @@ REFERENCES = [
     "Ein Mann, der liest, sitzt auf einer Bank.",
     "Die Frau sagt nichts.",
 ]
+
+
+def test_the_module_of_version_1_has_the_same_registry() -> None:
+    assert promised.METRICS is METRICS
+    assert promised.score is metrics.score
 
 
 def test_paper_bleu_by_hand() -> None:

@@ -10,7 +10,7 @@ import yaml
 
 import pipeline
 from data_module.errors import InputError
-from data_module.files import PlainValues
+from data_module.system.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.inference.options import Prefixes
 from pipeline.inference.pieces import SPACED_SYMBOLS, encode_sources

@@ -11,9 +11,9 @@ import torch
 
 import pipeline as pipeline_api
 from data_module.errors import InputError
-from data_module.files import PlainValues
+from data_module.system.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
-from model.sampling import Sampling
+from model.beyond.sampling import Sampling
 from pipeline.export.card import readme
 from pipeline.inference import shards
 from pipeline.inference.options import Prefixes, SearchOptions, with_prefix

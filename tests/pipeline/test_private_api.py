@@ -19,18 +19,18 @@ from torch._higher_order_ops.while_loop import while_loop_op
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from pipeline.compat import pytorch
-from pipeline.compat.lightning import disable_signal_handling
+from pipeline.runtime import torch_private
+from pipeline.runtime.lightning_private import disable_signal_handling
 from tests.conftest import program
 
 
 def test_torchmetrics() -> None:
-    """Used in pipeline/compat/metrics.py."""
+    """Used in pipeline/metrics/private.py."""
     assert "\nif _MATPLOTLIB_AVAILABLE:\n    import matplotlib\n" in inspect.getsource(torchmetrics.utilities.plot)
 
 
 def test_lightning() -> None:
-    """Used in pipeline/compat/lightning.py."""
+    """Used in pipeline/runtime/lightning_private.py."""
     trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", barebones=True)
     assert callable(trainer._signal_connector.register_signal_handlers)
     loop = trainer.fit_loop.epoch_loop
@@ -58,11 +58,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from data_module.errors import InputError
-from pipeline.compat import pytorch
+from pipeline.runtime import torch_private
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-pytorch.default_store().set("key", "value")
-assert pytorch.default_store().get("key") == b"value"
+torch_private.default_store().set("key", "value")
+assert torch_private.default_store().get("key") == b"value"
 model = DistributedDataParallel(torch.nn.Linear(2, 2))
 
 def reduce_later(state, bucket):  # gradients arrive one second after they were computed
@@ -73,7 +73,7 @@ def reduce_later(state, bucket):  # gradients arrive one second after they were 
 model.register_comm_hook(None, reduce_later)
 ready = []
 loss = model(torch.ones(1, 2)).sum()
-pytorch.call_after_backward(loss, lambda: ready.append(time.perf_counter()))
+torch_private.call_after_backward(loss, lambda: ready.append(time.perf_counter()))
 loss.backward()
 [one] = ready
 assert time.perf_counter() - one > 0.9
@@ -95,7 +95,7 @@ def test_pytorch_call_after_backward() -> None:
     weights = [torch.ones(2, requires_grad=True) for _ in range(3)]
     found: list[list[list[float]]] = []
     loss = (weights[0] * weights[1] * weights[2]).sum() * 2.0
-    pytorch.call_after_backward(loss, lambda: found.append([weight.grad.tolist() for weight in weights]))
+    torch_private.call_after_backward(loss, lambda: found.append([weight.grad.tolist() for weight in weights]))
     weights[0].sum().backward()
     assert not found
     loss.backward()
@@ -107,19 +107,19 @@ def test_pytorch_call_after_backward() -> None:
 def test_pytorch_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch sets the variable by this function when its compiler is imported. The search of model.pt2 has loops."""
     assert callable(AsyncCompile.warm_pool)
-    assert pytorch.has_while_loop()
+    assert torch_private.has_while_loop()
     assert callable(while_loop_op)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that what is set is removed afterwards
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    assert cache_dir() == os.environ["TORCHINDUCTOR_CACHE_DIR"] == pytorch.default_compiler_cache()
+    assert cache_dir() == os.environ["TORCHINDUCTOR_CACHE_DIR"] == torch_private.default_compiler_cache()
 
 
 def test_pytorch_archive(tmp_path: Path) -> None:
     torch.save({"key": 1.0}, tmp_path / "saved")
-    assert pytorch.archived_pickle(tmp_path / "saved").startswith(b"\x80\2}q\0X\3\0\0\0key")
+    assert torch_private.archived_pickle(tmp_path / "saved").startswith(b"\x80\2}q\0X\3\0\0\0key")
 
 
 def test_sacrebleu() -> None:
-    """See pipeline/compat/metrics.py; test_metrics.py compares what they give."""
+    """See pipeline/metrics/private.py; test_metrics.py compares what they give."""
     for name in ("_extract_corpus_statistics", "_compute_f_score"):
-        assert hasattr(sacrebleu.CHRF, name), f"sacreBLEU {sacrebleu.__version__} has no CHRF.{name}; see compat"
+        assert hasattr(sacrebleu.CHRF, name), f"sacreBLEU {sacrebleu.__version__} has no CHRF.{name}; see private.py"

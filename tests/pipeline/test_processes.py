@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from data_module.errors import InputError
-from data_module.worker_processes import num_processors
+from data_module.system.worker_processes import num_processors
 from pipeline.inference.processes import choose_devices, run_on_devices
 from pipeline.inference.text_io import CHUNK
 from tests.conftest import ROOT, pipeline, sentences

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_module.errors import InputError
-from data_module.files import PlainValues
 from data_module.settings import CorpusSettings, TextSource
+from data_module.system.files import PlainValues
 from pipeline.commands.recipe import recipe_paths
 from pipeline.config.recipe import Recipe, load_recipe, recipe_from_dict, stored_settings
 from pipeline.config.settings import TRAINER_KEYS, RunSettings

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from data_module.errors import InputError
-from data_module.files import PlainValues
+from data_module.system.files import PlainValues
 from pipeline.config.recipe import load_recipe
 from pipeline.config.recipe_files import MODELINE
 from pipeline.config.settings import validate_trainer_keys

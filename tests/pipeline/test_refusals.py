@@ -16,7 +16,7 @@ from data_module.corpus.preparation import prepare
 from data_module.errors import InputError
 from model.optimization import OPTIMIZERS, muon
 from pipeline.config.recipe import load_recipe
-from pipeline.training.doctor import Question, check_fit, load
+from pipeline.doctor.doctor import Question, check_fit, load
 from tests.conftest import fit_recipe, tiny_recipe
 
 

@@ -22,11 +22,12 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from data_module.errors import InputError
-from pipeline.runtime import rendezvous, signals
+from pipeline.ranks import rendezvous
+from pipeline.ranks.rank_messages import RANKS_TOKEN, StrangerError, post, read, set_key, signature, signed, verified
+from pipeline.ranks.rendezvous import _STORE, Rendezvous, patience_seconds
+from pipeline.runtime import signals
 from pipeline.runtime.console import RendezvousError
 from pipeline.runtime.launch import RANKS_MISSING
-from pipeline.runtime.rank_messages import RANKS_TOKEN, StrangerError, post, read, set_key, signature, signed, verified
-from pipeline.runtime.rendezvous import _STORE, Rendezvous, patience_seconds
 from pipeline.training.trainer import ConnectedDDP
 from tests.conftest import refusal, run_here
 

@@ -24,8 +24,8 @@ from data_module.corpus.builder import write_corpus
 from data_module.corpus.manifest import Manifest
 from data_module.corpus.preparation import in_use
 from data_module.errors import InputError
-from data_module.files import FileLock, replace_folder
 from data_module.settings import TextSource
+from data_module.system.files import FileLock, replace_folder
 from pipeline.__main__ import main
 from pipeline.checkpointing.run_folder import (
     METRICS,
@@ -41,10 +41,10 @@ from pipeline.checkpointing.run_folder import (
     stored_run_id,
 )
 from pipeline.config.recipe import Recipe, load_recipe
+from pipeline.doctor import recipe_checks
 from pipeline.runtime import launch, signals
 from pipeline.runtime.launch import JobStep, versions
 from pipeline.runtime.signals import Stopped
-from pipeline.training import recipe_checks
 from tests.conftest import ROOT, another_user, refusal
 
 HOLD_LOCK = """
@@ -504,7 +504,7 @@ def test_a_corpus_is_not_replaced_while_a_run_trains_on_it(
         patch.setattr(preparation, "write_corpus", write_while_a_run_begins)
         said.append(refusal(*command))
     with monkeypatch.context() as patch:
-        patch.setattr("pipeline.training.fit.train", lambda *_: said.append(refusal(*command)))
+        patch.setattr("pipeline.fit.train", lambda *_: said.append(refusal(*command)))
         assert main(["fit", str(recipe_file), *options, "--run.folder", str(tmp_path / "run")]) == 0
     assert all(f"{corpus}: a run is training on it; wait for its end" in line for line in said)
     assert len(said) == 2

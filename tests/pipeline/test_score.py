@@ -19,13 +19,13 @@ from pipeline.checkpointing.checkpoint import (
     resolve_checkpoint,
     write_atomic,
 )
+from pipeline.export.marian_import import load_marian
 from pipeline.inference import scoring, text_scoring
 from pipeline.inference.options import Prefixes
 from pipeline.inference.pieces import encode_sources
 from pipeline.inference.scoring import Scorer, align_words
 from pipeline.inference.text_io import Pair, SentenceWarnings
 from pipeline.inference.translator import EMPTY, Translator
-from pipeline.training.marian_import import load_marian
 from tests.conftest import refusal, run_here, sentences, train_tokenizer
 from tests.model.search_truth import forced_log_probability, make_network, tolerance
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from data_module import files
 from data_module.errors import InputError
+from data_module.system import files
 from pipeline.__main__ import parse
 from pipeline.inference import shards as module
 from pipeline.inference import text_translation

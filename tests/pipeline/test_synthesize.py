@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from data_module.errors import InputError
-from data_module.files import PlainValues
+from data_module.system.files import PlainValues
 from pipeline.__main__ import main
 from pipeline.commands import stages, synthesis
 from pipeline.commands.stages import Stage, run_stages

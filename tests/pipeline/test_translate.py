@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import pipeline as pipeline_api
-from data_module.text_files import progress_bar
-from model.sampling import Sampling
+from data_module.system.text_files import progress_bar
+from model.beyond.sampling import Sampling
 from pipeline.__main__ import main
 from pipeline.inference.options import SearchOptions
 from pipeline.inference.text_io import CHUNK, count_lines, read_sentences, sentences

@@ -7,8 +7,8 @@ import torch
 
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
+from model.beyond.sampling import Sampling
 from model.decoding import BeamSearch
-from model.sampling import Sampling
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import PaddedTransformer, Transformer
 from pipeline.inference import translator as module

@@ -162,7 +162,7 @@ def test_ranks_that_do_not_draw_do_not_import_matplotlib() -> None:
     """Torchmetrics would import it too."""
     program = """
 import sys
-from pipeline.compat.metrics import leave_out_pyplot
+from pipeline.metrics.private import leave_out_pyplot
 leave_out_pyplot()
 import pipeline.monitoring.attention_plots
 assert "torchmetrics" in sys.modules

@@ -17,11 +17,11 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from data_module.batching.batch import RankBatch, SpecialIds
-from data_module.batching.batch_plan import Epochs
-from data_module.batching.stateful_loader import RankBatchDataset, StatefulLoader
+from data_module.batch import RankBatch, SpecialIds
+from data_module.batch_plan import Epochs
 from data_module.corpus.store import open_corpus
 from data_module.settings import BatchSettings
+from data_module.stateful_loader import RankBatchDataset, StatefulLoader
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings

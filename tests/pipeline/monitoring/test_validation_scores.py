@@ -8,14 +8,14 @@ import pytest
 import sacrebleu
 import torch
 
-from data_module.batching.batch import PaddedBatch, SpecialIds
-from data_module.files import PlainValues
+from data_module.batch import PaddedBatch, SpecialIds
 from data_module.settings import BatchSettings
+from data_module.system.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import TranslationModule
-from pipeline.inference.metrics import METRICS, ExactMatch
+from pipeline.metrics.metrics import METRICS, ExactMatch
 from pipeline.monitoring.run_log import RunLog
 from pipeline.monitoring.validation_metrics import ValidationMetrics, quality
 from pipeline.monitoring.validation_samples import NUM_WORST, Translation, ValidationSamples

@@ -14,16 +14,18 @@ from packaging.version import Version
 from data_module.corpus.checks import check_settings
 from data_module.corpus.manifest import is_corpus
 from data_module.errors import InputError
-from data_module.files import existing_parent
+from data_module.system.files import existing_parent
+from data_module.system.worker_processes import num_processors, require_shared_memory
 from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
-from data_module.worker_processes import num_processors, require_shared_memory
 from model.backend import Backend
 from model.optimization import build_schedule
 from model.transformer import Transformer
 from pipeline.checkpointing.run_folder import checkpoint_bytes, max_checkpoints
 from pipeline.config.recipe import Recipe
-from pipeline.inference.bleu_tokenizer import require_tokenizer
-from pipeline.inference.metrics import mode_of
+from pipeline.doctor.recipe_checks import CheckResult, Report
+from pipeline.metrics.bleu_tokenizer import require_tokenizer
+from pipeline.metrics.metrics import mode_of
+from pipeline.ranks.rendezvous import check_loopback
 from pipeline.runtime.backend import choose_backend, flash_takes, should_compile
 from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.devices import (
@@ -35,10 +37,8 @@ from pipeline.runtime.devices import (
     sees_own_gpu_only,
 )
 from pipeline.runtime.launch import JobStep
-from pipeline.runtime.rendezvous import check_loopback
 from pipeline.training.build import build_data, refuse_optimizer
 from pipeline.training.out_of_memory import memory_of_weights
-from pipeline.training.recipe_checks import CheckResult, Report
 from pipeline.training.start import Plan, choose_bleu_tokenizer
 from pipeline.training.trainer import make_trainer, trainer_options, waits_for_ranks
 

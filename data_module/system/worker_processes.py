@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from data_module.errors import InputError
-from data_module.files import write_error
+from data_module.system.files import write_error
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PARENT_CHECK_SECONDS = 2.0

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from data_module.batching.batch import RankBatch, RowShape, SpecialIds, collate
-from data_module.batching.batch_plan import Epoch, Epochs
-from data_module.batching.rank_rows import rank_rows
-from data_module.worker_processes import ignore_signals, shared_memory_error, signals_blocked
+from data_module.batch import RankBatch, RowShape, SpecialIds, collate
+from data_module.batch_plan import Epoch, Epochs
+from data_module.rank_rows import rank_rows
+from data_module.system.worker_processes import ignore_signals, shared_memory_error, signals_blocked
 
 NEVER_ENDS = 1 << 40
 """The length of an endless loader. With a length, Lightning does not fetch batches in advance."""

@@ -10,7 +10,7 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from data_module.batching.batch import MIN_PADDING_TOKENS, RowShape, padding_segments
+from data_module.batch import MIN_PADDING_TOKENS, RowShape, padding_segments
 
 ROW_SLACK = 1.05
 """A row has this many times the tokens of an even share, since sentences cannot be divided exactly."""

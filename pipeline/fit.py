@@ -15,6 +15,8 @@ from data_module.errors import SCRIPTS
 from pipeline.checkpointing.checkpoint import NO_IDENTITY, Identity
 from pipeline.checkpointing.run_folder import RunFolder
 from pipeline.config.recipe import Recipe
+from pipeline.doctor.recipe_checks import Report
+from pipeline.doctor.start_checks import check_start, check_trainer
 from pipeline.runtime import signals
 from pipeline.runtime.backend import choose_backend
 from pipeline.runtime.compiled_code import start_compiler
@@ -22,11 +24,9 @@ from pipeline.runtime.console import say
 from pipeline.runtime.devices import allow_tf32
 from pipeline.runtime.launch import current_step
 from pipeline.training.build import build_callbacks, build_data, build_module, build_trainer
-from pipeline.training.checks import check_start, check_trainer
 from pipeline.training.graceful_stop import known_failures_in_one_line
 from pipeline.training.new_corpus import ensure_corpus
 from pipeline.training.out_of_memory import naming_failures
-from pipeline.training.recipe_checks import Report
 from pipeline.training.start import Start, check_pairs, check_vocabulary, finished_reason, plan_start
 from pipeline.training.trainer import trainer_options
 

@@ -19,14 +19,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from data_module.files import FileLock, existing_parent
+from data_module.system.files import FileLock, existing_parent
 from pipeline.config.recipe import Recipe
+from pipeline.doctor.recipe_checks import CheckResult
+from pipeline.ranks.rank_messages import post, read, silent_ranks
+from pipeline.ranks.rendezvous import Rendezvous, patience_seconds, use_loopback
 from pipeline.runtime.console import RendezvousError
 from pipeline.runtime.devices import mixed_processors_mistake, processor_name, sees_own_gpu_only
 from pipeline.runtime.launch import RANKS_MISSING, JobStep, node_name, report_mistake_to_script
-from pipeline.runtime.rank_messages import post, read, silent_ranks
-from pipeline.runtime.rendezvous import Rendezvous, patience_seconds, use_loopback
-from pipeline.training.recipe_checks import CheckResult
 
 ALL_REDUCE_BYTES = 1 << 24
 _SAMPLE_BYTES = 1 << 20

@@ -21,11 +21,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from data_module.errors import InputError, first_of
-from data_module.files import PlainValues
-from pipeline.runtime import signals
-from pipeline.runtime.console import RendezvousError, UnusableAddressError, print_above_bars
-from pipeline.runtime.launch import LOOPBACK, JobStep, local_rank, main_address, main_ports, node_name, step_nodes
-from pipeline.runtime.rank_messages import (
+from data_module.system.files import PlainValues
+from pipeline.ranks.rank_messages import (
     RANKS_TOKEN,
     StrangerError,
     plain,
@@ -36,6 +33,9 @@ from pipeline.runtime.rank_messages import (
     silent_ranks,
     verified,
 )
+from pipeline.runtime import signals
+from pipeline.runtime.console import RendezvousError, UnusableAddressError, print_above_bars
+from pipeline.runtime.launch import LOOPBACK, JobStep, local_rank, main_address, main_ports, node_name, step_nodes
 
 NOTICE_SECONDS = 30.0
 """After this time, a rank prints which ranks it waits for."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from data_module.errors import InputError, first_of, install
-from data_module.files import PlainValues, open_regular, read_json, read_whole
+from data_module.system.files import PlainValues, open_regular, read_json, read_whole
 from data_module.tokenization.pair import join_models
 from data_module.tokenization.tokenizer import NUM_SPECIAL_IDS, Tokenizer
 from model.settings import NetworkSettings

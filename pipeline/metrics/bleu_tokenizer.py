@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from data_module.errors import InputError, install
-from data_module.files import PlainValues
+from data_module.system.files import PlainValues
 from pipeline.runtime.console import report
 
 DEFAULT = "13a"

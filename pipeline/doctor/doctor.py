@@ -14,14 +14,14 @@ from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.checkpointing.run_folder import is_in_use, settings_of_ranks
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.config.settings import validate_trainer_keys
+from pipeline.doctor.rank_checks import RankGroup, check_ranks
+from pipeline.doctor.recipe_checks import CheckResult, Report, check_recipe
+from pipeline.doctor.start_checks import check_backend, check_disk_space, check_machine, check_start
 from pipeline.inference.pieces import piece_report
+from pipeline.ranks.rank_messages import plain
+from pipeline.ranks.rendezvous import Rendezvous, differences
 from pipeline.runtime.console import RendezvousError, UnusableAddressError
 from pipeline.runtime.launch import RANKS_MISSING, JobStep
-from pipeline.runtime.rank_messages import plain
-from pipeline.runtime.rendezvous import Rendezvous, differences
-from pipeline.training.checks import check_backend, check_disk_space, check_machine, check_start
-from pipeline.training.rank_checks import RankGroup, check_ranks
-from pipeline.training.recipe_checks import CheckResult, Report, check_recipe
 from pipeline.training.start import Plan, check_pairs, plan_start
 
 

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from data_module.worker_processes import num_processors
+from data_module.system.worker_processes import num_processors
 
 
 def disable_signal_handling(trainer: Trainer) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from data_module.errors import InputError
-from data_module.files import OPEN_FILES, open_regular
+from data_module.system.files import OPEN_FILES, open_regular
 
 if TYPE_CHECKING:
     from tqdm import tqdm

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from data_module.errors import InputError
-from data_module.files import atomic_file, naming_full_disk, replace_error
+from data_module.system.files import atomic_file, naming_full_disk, replace_error
 
 _OPEN_FILE = re.compile(r"/dev/std(out|err)|/(?:dev|proc/self)/fd/(\d+)")
 """A path of a file that is open already, such as one to which standard output was redirected."""
