@@ -1,6 +1,18 @@
 """The story of a run: check, plan, corpus, module, data, callbacks, train.
 
-torch and Lightning take seconds to import; `recipe_checks.py` has the checks before them.
+torch and Lightning take seconds to import; `recipe_checks.py` has the checks before them. `Trainer.fit` then calls on
+every rank, callbacks in the order of `build_callbacks`:
+
+- at the start: `TranslationDataModule.setup`, `TranslationModule.configure_optimizers`, `load_state_dict` of whatever a
+  checkpoint has a state of, `on_train_start` of the callbacks;
+- in a step: `StatefulLoader` for the rank's part of the batch; `TranslationModule.training_step`, which also takes the
+  optimizer's step; `on_train_batch_end` of the callbacks, which log, average the weights, save and stop;
+- in a validation, after a step has ended: `validation_step` and `on_validation_batch_end` for each batch,
+  `on_validation_epoch_end`, and `on_validation_end`, where the best checkpoint is saved;
+- in a save: `state_dict` of loader and callbacks, `on_save_checkpoint` of module and callbacks; then
+  `AtomicCheckpointIO` writes the file in the background;
+- at a stop: `GracefulStop`, after the step in which all ranks know of it, saves and raises `Stopped`; `on_exception` of
+  the callbacks.
 """
 
 import secrets
