@@ -92,6 +92,7 @@ def test_blocks_have_a_language(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PYTHON_PAGES)
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # from Lightning, with a Trainer of the user's own
 def test_python_runs(name: str, trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a page run one after another, as one program, in a folder with a trained run."""
     shutil.copytree(trained_run, tmp_path / "runs" / "mine")
