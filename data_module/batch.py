@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from data_module.system.loader_workers import SentAsBytes
+
 if TYPE_CHECKING:
     from data_module.corpus.store import ParallelCorpus, TokenStore
 
@@ -120,7 +122,7 @@ class PackedShape(NamedTuple):
 
 
 @dataclass
-class RankBatch:
+class RankBatch(SentAsBytes):
     """One rank's micro-batches of one optimizer step, in one array: a single copy moves them to a process or a GPU."""
 
     numbers: Tensor
@@ -158,10 +160,6 @@ class RankBatch:
         """Number of source and target tokens in `numbers`, including padding."""
         return sum(shape.source_tokens + shape.target_tokens for shape in self.shapes)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        # The default shares file descriptors, for which the receiving process must connect back to this one.
-        return _from_numpy, ({**vars(self), "numbers": self.numbers.numpy(), "pairs": self.pairs.numpy()},)
-
     def to(self, device: torch.device | str) -> "RankBatch":
         """Return a copy on another device; the host does not wait for it. Lightning calls this for each step."""
         return replace(self, numbers=self.numbers.to(device, non_blocking=True))
@@ -169,10 +167,6 @@ class RankBatch:
     def pin_memory(self) -> "RankBatch":
         """Return a copy in page-locked memory, for asynchronous copies to a GPU."""
         return replace(self, numbers=self.numbers.pin_memory())
-
-
-def _from_numpy(values: dict[str, Any]) -> RankBatch:
-    return RankBatch(**values | {name: torch.from_numpy(values[name]) for name in ("numbers", "pairs")})
 
 
 def collate(

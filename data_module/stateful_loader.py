@@ -4,29 +4,20 @@ It is endless: it goes from one epoch's plan to the next with the same workers. 
 which does not depend on the number of ranks, so that any number of ranks can resume from it.
 """
 
-import errno
-import os
-import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from traceback import clear_frames
 from typing import TypedDict
 
 import torch
-import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
 from data_module.batch import RankBatch, RowShape, SpecialIds, collate
 from data_module.batch_plan import Epoch, Epochs
 from data_module.rank_rows import rank_rows
-from data_module.system.worker_processes import ignore_signals, shared_memory_error, signals_blocked
+from data_module.system.loader_workers import naming_shared_memory, starting_workers
+from data_module.system.worker_processes import ignore_signals
 
 NEVER_ENDS = 1 << 40
 """The length of an endless loader. With a length, Lightning does not fetch batches in advance."""
-
-_COLLECTIVES_END_SECONDS = 0.1
-"""Wait before workers are forked on Python 3.11. On an idle machine the threads need a few microseconds."""
 
 
 class Position(TypedDict):
@@ -78,11 +69,7 @@ class RankBatchDataset(Dataset[RankBatch]):
             index=index,
             num_batches=len(plan),
         )
-        if get_worker_info() is not None:
-            # PyTorch's sending thread would share the tensors too. But if shared memory is full, it loses the batch,
-            # and the loader waits for that batch forever.
-            batch.numbers.share_memory_()
-            batch.pairs.share_memory_()
+        batch.share_from_worker()
         return batch
 
 
@@ -114,12 +101,11 @@ class StatefulLoader(DataLoader[RankBatch]):
     def __iter__(self) -> Iterator[RankBatch]:  # type: ignore[override]
         """Yield batches from the position on, endlessly."""
         self._rank_batches.seek(*self._position)
-        _wait_for_collectives_to_end()
-        with _naming_shared_memory(), signals_blocked():
+        with starting_workers():
             batches = super().__iter__()
         while True:
             self.on_wait("data_wait")
-            with _naming_shared_memory():
+            with naming_shared_memory():
                 batch = next(batches)
             self.on_wait("loop_overhead")
             # Workers are several batches ahead. The position counts only what training has received, so that a resumed
@@ -137,31 +123,3 @@ class StatefulLoader(DataLoader[RankBatch]):
     def load_state_dict(self, state: Position) -> None:
         """Resume from a position. The time this takes does not depend on the position."""
         self._position = (state["epoch"], state["next_batch"])
-
-
-@contextmanager
-def _naming_shared_memory() -> Iterator[None]:
-    """Convert errors of shared memory that cannot be written, which name no path, to an `InputError`."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        # Locks of the workers' queues raise an OSError without a file name; tensors raise a RuntimeError.
-        if getattr(error, "filename", None) or not (isinstance(error, OSError) or "shared memory" in str(error)):
-            raise
-        # PyTorch's half-constructed iterator would print another error when it is deleted.
-        hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
-        clear_frames(error.__traceback__)
-        sys.unraisablehook = hook
-        reasons = (os.strerror(number) for number in (errno.ENOSPC, errno.EROFS, errno.EACCES))
-        reason = next((reason for reason in reasons if reason in str(error)), str(error).splitlines()[-1])
-        raise shared_memory_error(reason) from None
-
-
-def _wait_for_collectives_to_end() -> None:
-    """Give the process group's threads time to release the tensors of the last collective, before workers are forked.
-
-    To release a tensor, a thread takes a lock of the interpreter. Python 3.11 does not reset this lock in a forked
-    child (3.12 does), so a worker that is forked while the lock is held waits for it forever.
-    """
-    if sys.version_info < (3, 12) and dist.is_initialized():
-        time.sleep(_COLLECTIVES_END_SECONDS)

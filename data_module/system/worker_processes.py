@@ -6,12 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-from data_module.errors import InputError
-from data_module.system.files import write_error
-
-_SHARED_MEMORY = Path("/dev/shm")
 _PARENT_CHECK_SECONDS = 2.0
 """How often a worker looks whether its parent process still runs."""
 
@@ -19,20 +14,6 @@ _PARENT_CHECK_SECONDS = 2.0
 def num_processors() -> int:
     """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0))  # Those that `taskset` or SLURM's binding excludes do not count.
-
-
-def require_shared_memory() -> None:
-    """Raise InputError if this process's workers could not pass batches to it through shared memory."""
-    if _SHARED_MEMORY.is_dir() and (error := write_error(_SHARED_MEMORY)):
-        raise shared_memory_error(error)
-
-
-def shared_memory_error(reason: str) -> InputError:
-    """Return the error for shared memory that cannot be written."""
-    return InputError(
-        f"{_SHARED_MEMORY}: {reason}; the processes of batches.workers pass batches in this shared memory: set "
-        "batches.workers 0, or make it larger or writable (--shm-size of a container)"
-    )
 
 
 @contextmanager
