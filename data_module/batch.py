@@ -1,6 +1,6 @@
 """Batches and their collation: packed micro-batches for training, padded batches for validation."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -99,37 +99,24 @@ class PackedBatch:
     """Upper bound on the length of a segment: the length of the corpus's longest sentence."""
 
 
-_TENSORS = [field.name for field in fields(PackedBatch) if field.type is Tensor]
-
-
 class PackedShape(NamedTuple):
-    """Sizes of a packed micro-batch, as numbers that the host can read without waiting for a device."""
+    """What the host knows of a packed micro-batch without waiting for a device."""
 
-    source_tokens: int
-    """R; see `PackedBatch`."""
-    target_tokens: int
-    """M."""
-    segments: int
-    """Number of segments, the same on both sides."""
+    lengths: dict[str, int]
+    """Length of each tensor of the `PackedBatch`, by its name, in the order in which they lie in `RankBatch.flat`."""
     groups: list[LengthGroup]
     """See `PackedBatch`."""
-
-    @property
-    def sizes(self) -> list[int]:
-        """Lengths of the micro-batch's tensors, in the order of `_TENSORS`."""
-        source, target, offsets = self.source_tokens, self.target_tokens, self.segments + 1
-        return [source, source, offsets, target, target, target, offsets]
 
 
 @dataclass
 class RankBatch(SentAsBytes):
     """One rank's micro-batches of one optimizer step, in one array: a single copy moves them to a process or a GPU."""
 
-    numbers: Tensor
-    """int32: all tensors of each micro-batch, flat, one after another."""
+    flat: Tensor
+    """int32: the tensors of all micro-batches, one after another."""
     shapes: list[PackedShape]
-    """Sizes of each micro-batch. Never empty: a rank without pairs has one micro-batch that is all padding, so that
-    every rank takes part in the same collectives."""
+    """Where they are in `flat`, for each micro-batch. Never empty: a rank without pairs has one micro-batch that is all
+    padding, so that every rank takes part in the same collectives."""
     longest: int
     """See `PackedBatch`."""
     num_target_tokens: int
@@ -142,31 +129,31 @@ class RankBatch(SentAsBytes):
     pairs: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """int64 [pairs]: the indices of this rank's pairs in the corpus; on the CPU."""
     num_tokens: int = 0
-    """Number of source and target tokens in `numbers`, without padding."""
+    """Number of source and target tokens in `flat`, without padding."""
 
     @property
     def micro_batches(self) -> list[PackedBatch]:
-        """The micro-batches, as views of `numbers`."""
+        """The micro-batches, as views of `flat`."""
         batches, start = [], 0
-        for shape in self.shapes:
-            end = start + sum(shape.sizes)
-            parts = dict(zip(_TENSORS, self.numbers[start:end].split(shape.sizes), strict=True))
-            batches.append(PackedBatch(**parts, groups=shape.groups, longest=self.longest))
+        for lengths, groups in self.shapes:
+            end = start + sum(lengths.values())
+            tensors = zip(lengths, self.flat[start:end].split(list(lengths.values())), strict=True)
+            batches.append(PackedBatch(**dict(tensors), groups=groups, longest=self.longest))
             start = end
         return batches
 
     @property
     def num_row_tokens(self) -> int:
-        """Number of source and target tokens in `numbers`, including padding."""
-        return sum(shape.source_tokens + shape.target_tokens for shape in self.shapes)
+        """Number of source and target tokens in `flat`, including padding."""
+        return sum(shape.lengths["source"] + shape.lengths["target_output"] for shape in self.shapes)
 
     def to(self, device: torch.device | str) -> "RankBatch":
         """Return a copy on another device; the host does not wait for it. Lightning calls this for each step."""
-        return replace(self, numbers=self.numbers.to(device, non_blocking=True))
+        return replace(self, flat=self.flat.to(device, non_blocking=True))
 
     def pin_memory(self) -> "RankBatch":
         """Return a copy in page-locked memory, for asynchronous copies to a GPU."""
-        return replace(self, numbers=self.numbers.pin_memory())
+        return replace(self, flat=self.flat.pin_memory())
 
 
 def collate(
@@ -185,28 +172,17 @@ def collate(
     `micro_batches` has, for each micro-batch, an array of pairs as indices into the corpus. For the arguments after
     `shape`, see `RankBatch`.
     """
-    parts, shapes, num_tokens = [], [], 0
     micro_batches = [longest_first(corpus, pairs) for pairs in micro_batches]
+    arrays: list[NDArray[np.integer]] = []
+    shapes, num_tokens = [], 0
     for pairs in micro_batches:
-        source_lengths, target_lengths = corpus.lengths(pairs)
-        num_tokens += int(source_lengths.sum() + target_lengths.sum())
-        packed, *offsets = _end_to_end(source_lengths, target_lengths, shape)
-        shapes.append(packed)
-        arrays = [np.zeros(size, np.int32) for size in packed.sizes]
-        source, source_positions, source_offsets, target_input, target_output, target_positions, target_offsets = arrays
-        for ids in (source, target_input, target_output):
-            ids[:] = special.pad
-        source_offsets[:], target_offsets[:] = offsets
-        source_starts, target_starts = (starts[: len(pairs)] for starts in offsets)
-        _fill(corpus.source, pairs, source_starts, source_lengths, special, source, source_positions)
-        places = _fill(corpus.target, pairs, target_starts, target_lengths, special, target_output, target_positions)
-        # Each token's input is the label before it. This gives each sentence's first token the EOS of the sentence
-        # before, which BOS replaces.
-        target_input[places[1:]] = target_output[places[:-1]]
-        target_input[target_starts] = special.bos
-        parts += arrays
+        lengths = corpus.lengths(pairs)
+        packed = _pack(corpus, pairs, special, shape)
+        arrays += packed.values()
+        shapes.append(PackedShape({name: len(array) for name, array in packed.items()}, length_groups(*lengths)))
+        num_tokens += sum(int(side.sum()) for side in lengths)
     return RankBatch(
-        numbers=torch.from_numpy(np.concatenate(parts)),
+        flat=torch.from_numpy(np.concatenate(arrays, dtype=np.int32)),
         shapes=shapes,
         longest=shape.longest,
         num_target_tokens=num_target_tokens,
@@ -246,59 +222,93 @@ def length_groups(source_lengths: NDArray[np.integer], target_lengths: NDArray[n
     return groups
 
 
+def _pack(
+    corpus: "ParallelCorpus", pairs: NDArray[np.integer], special: SpecialIds, shape: RowShape
+) -> dict[str, NDArray[np.integer]]:
+    """Return the tensors of a micro-batch of these pairs by their names in `PackedBatch`."""
+    source_lengths, target_lengths = corpus.lengths(pairs)
+    source_offsets, target_offsets = _end_to_end(source_lengths, target_lengths, shape)
+    source, source_positions, _ = _lay_out(corpus.source, pairs, source_lengths, source_offsets, special)
+    target_output, target_positions, places = _lay_out(corpus.target, pairs, target_lengths, target_offsets, special)
+    # Each token's input is the label before it. This gives each sentence's first token the EOS of the sentence before,
+    # which BOS replaces.
+    target_input = np.full_like(target_output, special.pad)
+    target_input[places[1:]] = target_output[places[:-1]]
+    target_input[target_offsets[: len(pairs)]] = special.bos
+    return {
+        "source": source,
+        "source_positions": source_positions,
+        "source_offsets": source_offsets,
+        "target_input": target_input,
+        "target_output": target_output,
+        "target_positions": target_positions,
+        "target_offsets": target_offsets,
+    }
+
+
 def _end_to_end(
     source: NDArray[np.int64], target: NDArray[np.int64], shape: RowShape
-) -> tuple[PackedShape, NDArray[np.int64], NDArray[np.int64]]:
-    """Place sentences end to end; return the sizes of the micro-batch and the offsets of both sides.
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Place sentences of these lengths end to end; return the offsets of both sides.
 
-    Padding is divided evenly into equally many segments on both sides: segment i of the target attends to segment i of
-    the source.
+    Both sides have equally many segments of padding: segment i of the target attends to segment i of the source.
     """
     sizes = [shape.source_tokens, shape.target_tokens]
     if not shape.constant:
         sizes = [(int(lengths.sum()) // MIN_PADDING_TOKENS + 1) * MIN_PADDING_TOKENS for lengths in (source, target)]
-    padding = [size - int(lengths.sum()) for size, lengths in zip(sizes, (source, target), strict=True)]
-    num_padding = ceil(max(padding) / shape.longest)
-    sides = []
-    for size, lengths, rest in zip(sizes, (source, target), padding, strict=True):
-        # Segments that are not needed are empty and lie at the row's end: kernels are compiled and launched for a fixed
-        # number of segments.
-        offsets = np.full(shape.segments + 1, size, np.int64)
-        offsets[0] = 0
-        offsets[1 : len(lengths) + 1] = np.cumsum(lengths)
-        # Evenly divided, no segment of padding is longer than the longest sentence, which kernels are launched for.
-        # Ends are rounded up, so that the first segment has a token on both sides: a rank without pairs computes it.
-        divided = size - rest - (np.arange(num_padding + 1) * -rest) // num_padding
-        offsets[len(lengths) : len(lengths) + num_padding + 1] = divided
-        sides.append(offsets)
-    packed = PackedShape(sizes[0], sizes[1], shape.segments, length_groups(source, target))
-    return packed, sides[0], sides[1]
+    num_padding = padding_segments(sizes[0] - int(source.sum()), sizes[1] - int(target.sum()), shape.longest)
+    return (
+        _offsets(source, sizes[0], num_padding, shape.segments),
+        _offsets(target, sizes[1], num_padding, shape.segments),
+    )
 
 
-def _places(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the places in the row of all tokens of sentences that begin at `starts`, sentence by sentence."""
-    # `arange` counts the tokens of all sentences; subtracting those of earlier sentences counts within a sentence.
-    return np.repeat(starts - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
+def _offsets(lengths: NDArray[np.int64], row_tokens: int, num_padding: int, num_segments: int) -> NDArray[np.int64]:
+    """Return where the segments of a row begin, and where the last one ends: [num_segments + 1].
+
+    Example, sentences of 4 and 3 tokens in a row of 14; its padding is two segments; the fifth segment is empty:
+
+        A A A A B B B . . . . . . .
+        0       4     7       11    14 14
+
+    >>> _offsets(np.array([4, 3]), 14, 2, 5).tolist()
+    [0, 4, 7, 11, 14, 14]
+    """
+    # Segments that are not needed are empty and lie at the row's end: kernels are compiled and launched for a fixed
+    # number of segments.
+    offsets = np.full(num_segments + 1, row_tokens, np.int64)
+    offsets[0] = 0
+    offsets[1 : len(lengths) + 1] = np.cumsum(lengths)
+    # Evenly divided, no segment of padding is longer than the longest sentence, which kernels are launched for. Ends
+    # are rounded up, so that the first segment has a token on both sides: a rank without pairs computes it.
+    filled = int(lengths.sum())
+    ends = filled - np.arange(1, num_padding + 1) * (filled - row_tokens) // num_padding
+    offsets[len(lengths) + 1 : len(lengths) + num_padding + 1] = ends
+    return offsets
 
 
-def _fill(
+def _lay_out(
     store: "TokenStore",
     pairs: NDArray[np.integer],
-    starts: NDArray[np.int64],
     lengths: NDArray[np.int64],
+    offsets: NDArray[np.int64],
     special: SpecialIds,
-    ids: NDArray[np.int32],
-    positions: NDArray[np.int32],
-) -> NDArray[np.int64]:
-    """Write tokens and EOS of sentences to `ids`, their positions to `positions`; return their places in the row."""
-    places = _places(starts, lengths)
-    within = _places(np.zeros_like(lengths), lengths)
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
+    """Lay sentences out in a row, of `offsets[-1]` tokens; sentence i begins at `offsets[i]`.
+
+    Returns the row's ids, each token's position in its sentence, and the places in the row of all tokens, sentence by
+    sentence.
+    """
+    ids, positions = np.full(offsets[-1], special.pad, np.int32), np.zeros(offsets[-1], np.int32)
+    # `arange` counts the tokens of all sentences; subtracting those of earlier sentences counts within a sentence.
+    within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    places = np.repeat(offsets[: len(pairs)], lengths) + within
     positions[places] = within
     is_eos = within == np.repeat(lengths - 1, lengths)
     in_store = np.repeat(store.offsets[pairs].astype(np.int64), lengths) + within
     ids[places[~is_eos]] = store.tokens[in_store[~is_eos]]
     ids[places[is_eos]] = special.eos
-    return places
+    return ids, positions, places
 
 
 class LengthBucket(NamedTuple):
@@ -376,8 +386,7 @@ def pad_batch(
     stores, widths = (corpus.source, corpus.target), (bucket.source_length, bucket.target_length)
     lengths, sides = corpus.lengths(bucket.pairs), []
     for store, own, width in zip(stores, lengths, widths, strict=True):
-        ids = np.full(len(own) * width, special.pad, np.int32)
-        _fill(store, bucket.pairs, np.arange(len(own)) * width, own, special, ids, np.zeros_like(ids))
+        ids, _, _ = _lay_out(store, bucket.pairs, own, np.arange(len(own) + 1) * width, special)
         sides.append(torch.from_numpy(ids.reshape(len(own), width)))
     source, labels = sides
     begin = torch.full((len(bucket.pairs), 1), special.bos, dtype=torch.int32)

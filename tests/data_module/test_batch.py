@@ -60,7 +60,7 @@ def test_sentences_end_to_end(corpus: ParallelCorpus) -> None:
     assert second.source_offsets.tolist() == [0, 2, 6, 10, 14, 14]
     assert second.target_offsets.tolist() == [0, 1, 5, 9, 12, 12]
     assert (first.groups, second.groups, first.longest) == ([(2, 4, 3)], [(1, 2, 1)], 4)
-    assert batch.numbers.dtype == torch.int32
+    assert batch.flat.dtype == torch.int32
     assert batch.pairs.tolist() == [2, 0, 3]
     assert (batch.num_target_tokens, batch.epoch, batch.index, batch.num_batches) == (99, 5, 6, 7)
     assert batch.num_tokens == (4 + 3) + (3 + 2) + (2 + 1)
@@ -119,18 +119,18 @@ def test_tensors_begin_at_16_bytes(corpus: ParallelCorpus, mean_length: float) -
 def test_a_batch_is_moved_to_a_device(corpus: ParallelCorpus) -> None:
     batch = collated(corpus)
     moved = batch.to("meta")
-    assert moved.numbers.device.type == "meta"
-    assert {**vars(moved), "numbers": None} == {**vars(batch), "numbers": None}
+    assert moved.flat.device.type == "meta"
+    assert {**vars(moved), "flat": None} == {**vars(batch), "flat": None}
 
 
 def test_a_batch_is_pickled_as_bytes(corpus: ParallelCorpus) -> None:
     """Shared memory would require a file descriptor of the sender, which may have exited."""
     batch = collated(corpus)
     received = ForkingPickler.loads(bytes(ForkingPickler.dumps(batch)))
-    assert not batch.numbers.is_shared()
-    assert torch.equal(received.numbers, batch.numbers)
+    assert not batch.flat.is_shared()
+    assert torch.equal(received.flat, batch.flat)
     assert torch.equal(received.pairs, batch.pairs)
-    assert {**vars(received), "numbers": None, "pairs": None} == {**vars(batch), "numbers": None, "pairs": None}
+    assert {**vars(received), "flat": None, "pairs": None} == {**vars(batch), "flat": None, "pairs": None}
 
 
 def test_padding(corpus: ParallelCorpus) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import data_module.batch
 from data_module import batch_plan, rank_rows
 from data_module.batch_plan import Epochs, plan_epoch
 from data_module.corpus.store import open_corpus
@@ -137,7 +138,7 @@ def test_any_corpus_and_settings(data: st.DataObject) -> None:
         assert built.target_tokens(index) == target[batch].sum() <= batch_tokens
 
 
-@pytest.mark.parametrize("module", [batch_plan, rank_rows])
+@pytest.mark.parametrize("module", [data_module.batch, batch_plan, rank_rows])
 def test_examples_in_docstrings(module: ModuleType) -> None:
     found = doctest.testmod(module)
     assert (found.failed, found.attempted > 0) == (0, True)

@@ -294,7 +294,7 @@ def test_resumed_within_and_across_epochs(settings: CorpusSettings) -> None:
         resumed.load_state_dict(first.state_dict())
         for batch, other in zip(islice(resumed, total - stop), expected[stop:], strict=True):
             assert batch.pairs.tolist() == other.pairs.tolist()
-            assert torch.equal(batch.numbers, other.numbers)
+            assert torch.equal(batch.flat, other.flat)
 
 
 def weighted(settings: CorpusSettings, first: float, second: float) -> CorpusSettings:

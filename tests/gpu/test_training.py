@@ -223,8 +223,8 @@ def test_ddp_uses_the_stream_of_training(corpus_folder: Path) -> None:
 def test_training_batches_are_in_memory_that_a_gpu_copies_by_itself(device: str, corpus_folder: Path) -> None:
     data = TranslationDataModule(corpus_folder, BatchSettings(batch_tokens=400, workers=1), SPECIAL, seed=1)
     for share in islice(data.train_dataloader(), 3):
-        assert share.numbers.is_pinned() == torch.cuda.is_available()
-        assert share.to(device).numbers.device.type == device
+        assert share.flat.is_pinned() == torch.cuda.is_available()
+        assert share.to(device).flat.device.type == device
 
 
 @pytest.mark.parametrize(("device", "layout"), [LAYOUTS[1], LAYOUTS[3], FLASH])
