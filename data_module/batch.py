@@ -27,8 +27,8 @@ class RowShape(NamedTuple):
     """Length of the row of sources, padding included."""
     target_tokens: int
     """The same for targets."""
-    segments: int
-    """Number of segments of a row: room for sentences, and for the segments that padding is divided into."""
+    sentences: int
+    """Number of sentences of a row: those of its pairs, those that its padding is divided into, and empty ones."""
     longest: int
     """Length of the longest sentence of the corpus."""
     per_rank: int
@@ -37,15 +37,15 @@ class RowShape(NamedTuple):
     """Whether all rows are padded to these lengths; if not, a row is as long as its sentences need."""
 
     @property
-    def max_sentences(self) -> int:
-        """Maximum number of sentences of a micro-batch."""
-        return self.segments - padding_segments(self.source_tokens, self.target_tokens, self.longest)
+    def max_pairs(self) -> int:
+        """Maximum number of pairs of a micro-batch."""
+        return self.sentences - padding_sentences(self.source_tokens, self.target_tokens, self.longest)
 
 
-def padding_segments(source_tokens: int, target_tokens: int, longest: int) -> int:
-    """Return the number of segments of a row without sentences, whose padding is the most there can be.
+def padding_sentences(source_tokens: int, target_tokens: int, longest: int) -> int:
+    """Return the number of sentences that so much padding is divided into, the same on both sides.
 
-    No segment may be longer than the longest sentence, because attention kernels are launched for that length.
+    None may be longer than the longest of the corpus, because attention kernels are launched for that length.
     """
     return ceil(max(source_tokens, target_tokens) / longest)
 
@@ -73,10 +73,10 @@ class LengthGroup(NamedTuple):
 class PackedBatch:
     """One micro-batch of training: a row of source sentences and a row of target sentences.
 
-    Shapes: R is the length of the source row and M that of the target row. Sentences lie end to end, the longest first,
-    followed by padding, whose ids and labels are the padding symbol and which no result depends on. A segment is a
-    sentence, or a part of the padding that is not longer than the corpus's longest sentence. The number of segments is
-    constant, and so are R and M if `RowShape.constant`.
+    Shapes: R is the length of the source row and M that of the target row, constant if `RowShape.constant`; N is the
+    number of sentences of a row, which is always constant. Sentences lie end to end, the longest first. Padding
+    follows, whose ids and labels are the padding symbol and which no result depends on. It is divided into sentences
+    too, not longer than the corpus's longest. Empty sentences come last.
     """
 
     source: Tensor
@@ -84,7 +84,7 @@ class PackedBatch:
     source_positions: Tensor
     """int32 [R]: each token's position in its sentence, from 0."""
     source_offsets: Tensor
-    """int32 [segments + 1]: segment i is `source[source_offsets[i] : source_offsets[i + 1]]`."""
+    """int32 [N + 1]: sentence i is `source[source_offsets[i] : source_offsets[i + 1]]`."""
     target_input: Tensor
     """int32 [M]: the decoder's input: BOS and tokens of each sentence."""
     target_output: Tensor
@@ -92,11 +92,11 @@ class PackedBatch:
     target_positions: Tensor
     """int32 [M]."""
     target_offsets: Tensor
-    """int32 [segments + 1], as for the source."""
+    """int32 [N + 1], as for the source."""
     groups: list[LengthGroup]
-    """The sentences as groups of similar length, in the order in which they lie in the rows."""
+    """The pairs' sentences as groups of similar length, in the order in which they lie in the rows."""
     longest: int
-    """Upper bound on the length of a segment: the length of the corpus's longest sentence."""
+    """The length of the corpus's longest sentence."""
 
 
 class PackedShape(NamedTuple):
@@ -200,14 +200,10 @@ def longest_first(corpus: "ParallelCorpus", pairs: NDArray[np.integer]) -> NDArr
 
 
 def length_groups(source_lengths: NDArray[np.integer], target_lengths: NDArray[np.integer]) -> list[LengthGroup]:
-    """Divide sentences, longest first, into groups in which none is much shorter than the first one.
+    """Divide sentences into groups in which none is much shorter than the first one.
 
-    Args:
-        source_lengths: [pairs], in descending order of the length of the longer side.
-        target_lengths: [pairs].
-
-    Returns:
-        The groups. Without pairs there is one group, of a single token of padding, so that every weight has a gradient.
+    Lengths are [pairs], in descending order of the longer side. Without pairs there is one group, of a single token of
+    padding, so that every weight has a gradient.
     """
     if len(source_lengths) == 0:
         return [LengthGroup(1, 1, 1)]
@@ -251,22 +247,22 @@ def _end_to_end(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Place sentences of these lengths end to end; return the offsets of both sides.
 
-    Both sides have equally many segments of padding: segment i of the target attends to segment i of the source.
+    Sentence i of the target attends to sentence i of the source, so padding is as many sentences on both sides.
     """
     sizes = [shape.source_tokens, shape.target_tokens]
     if not shape.constant:
         sizes = [(int(lengths.sum()) // MIN_PADDING_TOKENS + 1) * MIN_PADDING_TOKENS for lengths in (source, target)]
-    num_padding = padding_segments(sizes[0] - int(source.sum()), sizes[1] - int(target.sum()), shape.longest)
+    num_padding = padding_sentences(sizes[0] - int(source.sum()), sizes[1] - int(target.sum()), shape.longest)
     return (
-        _offsets(source, sizes[0], num_padding, shape.segments),
-        _offsets(target, sizes[1], num_padding, shape.segments),
+        _offsets(source, sizes[0], num_padding, shape.sentences),
+        _offsets(target, sizes[1], num_padding, shape.sentences),
     )
 
 
-def _offsets(lengths: NDArray[np.int64], row_tokens: int, num_padding: int, num_segments: int) -> NDArray[np.int64]:
-    """Return where the segments of a row begin, and where the last one ends: [num_segments + 1].
+def _offsets(lengths: NDArray[np.int64], row_tokens: int, num_padding: int, num_sentences: int) -> NDArray[np.int64]:
+    """Return where the sentences of a row begin, and where the last one ends: [num_sentences + 1].
 
-    Example, sentences of 4 and 3 tokens in a row of 14; its padding is two segments; the fifth segment is empty:
+    Example, a row of 14 tokens: sentences of 4 and 3 tokens, two sentences of padding, an empty one:
 
         A A A A B B B . . . . . . .
         0       4     7       11    14 14
@@ -274,13 +270,12 @@ def _offsets(lengths: NDArray[np.int64], row_tokens: int, num_padding: int, num_
     >>> _offsets(np.array([4, 3]), 14, 2, 5).tolist()
     [0, 4, 7, 11, 14, 14]
     """
-    # Segments that are not needed are empty and lie at the row's end: kernels are compiled and launched for a fixed
-    # number of segments.
-    offsets = np.full(num_segments + 1, row_tokens, np.int64)
+    # Empty sentences fill up the number that kernels are compiled and launched for.
+    offsets = np.full(num_sentences + 1, row_tokens, np.int64)
     offsets[0] = 0
     offsets[1 : len(lengths) + 1] = np.cumsum(lengths)
-    # Evenly divided, no segment of padding is longer than the longest sentence, which kernels are launched for. Ends
-    # are rounded up, so that the first segment has a token on both sides: a rank without pairs computes it.
+    # Padding is divided evenly, so that no sentence is longer than the longest. Ends are rounded up, so that the first
+    # one has a token on both sides: a rank without pairs computes it.
     filled = int(lengths.sum())
     ends = filled - np.arange(1, num_padding + 1) * (filled - row_tokens) // num_padding
     offsets[len(lengths) + 1 : len(lengths) + num_padding + 1] = ends
@@ -311,7 +306,7 @@ def _lay_out(
     return ids, positions, places
 
 
-class LengthBucket(NamedTuple):
+class PlannedBatch(NamedTuple):
     """Pairs of similar length, for a `PaddedBatch`."""
 
     pairs: NDArray[np.integer]
@@ -324,30 +319,27 @@ class LengthBucket(NamedTuple):
     """See `PaddedBatch`."""
 
 
-def length_buckets(
+def plan_padded_batches(
     source_lengths: NDArray[np.integer], target_lengths: NDArray[np.integer], max_tokens: int
-) -> list[LengthBucket]:
-    """Divide all pairs into buckets of at most `max_tokens` padded tokens per side, longest source first.
+) -> list[PlannedBatch]:
+    """Divide all pairs into batches of at most `max_tokens` padded tokens per side, longest source first.
 
-    Args:
-        source_lengths: [pairs], including EOS.
-        target_lengths: [pairs], including EOS.
-        max_tokens: maximum number of pairs times the longest length; a longer pair is in a bucket of its own.
+    Lengths are [pairs], including EOS. A longer pair is in a batch of its own.
     """
     # Pairs of equal lengths keep the order of the corpus.
     order = np.lexsort((-target_lengths.astype(np.int64), -source_lengths.astype(np.int64)))
     source, target = source_lengths[order].astype(np.int64), target_lengths[order].astype(np.int64)
-    buckets, first = [], 0
+    batches, first = [], 0
     while first < len(order):
         window = slice(first, first + max(1, max_tokens // int(source[first])))
         longest = np.maximum(source[first], np.maximum.accumulate(target[window]))
         fitting = np.arange(1, len(longest) + 1) * longest <= max_tokens
-        # Sources more than a tenth shorter than the first would cost more in padding than a smaller bucket does.
+        # Sources more than a tenth shorter than the first would cost more in padding than a smaller batch does.
         fitting &= source[window] * 11 + 10 >= source[first] * 10
         end = first + max(1, int(np.count_nonzero(np.logical_and.accumulate(fitting))))
-        buckets.append(LengthBucket(order[first:end], int(source[first]), int(target[first:end].max())))
+        batches.append(PlannedBatch(order[first:end], int(source[first]), int(target[first:end].max())))
         first = end
-    return buckets
+    return batches
 
 
 @dataclass
@@ -380,22 +372,22 @@ class PaddedBatch:
 
 
 def pad_batch(
-    corpus: "ParallelCorpus", bucket: LengthBucket, special: SpecialIds, is_filler: bool = False
+    corpus: "ParallelCorpus", planned: PlannedBatch, special: SpecialIds, is_filler: bool = False
 ) -> PaddedBatch:
-    """Return the pairs of a length bucket as a `PaddedBatch`. The labels of a filler are all padding."""
-    stores, widths = (corpus.source, corpus.target), (bucket.source_length, bucket.target_length)
-    lengths, sides = corpus.lengths(bucket.pairs), []
+    """Return the pairs of a batch as a `PaddedBatch`. The labels of a filler are all padding."""
+    stores, widths = (corpus.source, corpus.target), (planned.source_length, planned.target_length)
+    lengths, sides = corpus.lengths(planned.pairs), []
     for store, own, width in zip(stores, lengths, widths, strict=True):
-        ids, _, _ = _lay_out(store, bucket.pairs, own, np.arange(len(own) + 1) * width, special)
+        ids, _, _ = _lay_out(store, planned.pairs, own, np.arange(len(own) + 1) * width, special)
         sides.append(torch.from_numpy(ids.reshape(len(own), width)))
     source, labels = sides
-    begin = torch.full((len(bucket.pairs), 1), special.bos, dtype=torch.int32)
+    begin = torch.full((len(planned.pairs), 1), special.bos, dtype=torch.int32)
     return PaddedBatch(
         source=source,
-        source_mask=None if (lengths[0] == bucket.source_length).all() else source != special.pad,
+        source_mask=None if (lengths[0] == planned.source_length).all() else source != special.pad,
         target_input=torch.cat([begin, labels[:, :-1]], 1),
         target_output=torch.full_like(labels, special.pad) if is_filler else labels,
-        pairs=torch.from_numpy(np.asarray(bucket.pairs).astype(np.int32)),
+        pairs=torch.from_numpy(np.asarray(planned.pairs).astype(np.int32)),
         is_filler=is_filler,
-        is_translated=bucket.is_translated,
+        is_translated=planned.is_translated,
     )

@@ -10,7 +10,7 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from data_module.batch import MIN_PADDING_TOKENS, RowShape, padding_segments
+from data_module.batch import MIN_PADDING_TOKENS, RowShape, padding_sentences
 
 ROW_SLACK = 1.05
 """A row has this many times the tokens of an even share, since sentences cannot be divided exactly."""
@@ -19,9 +19,9 @@ ROW_MULTIPLE = 128
 _EVEN_COST_LENGTH = 1024
 """The sentence length at which attention, which grows with its square, costs about as much as everything else."""
 _CANDIDATES = 4
-"""A pair may go to any of this many parts of about the same cost; the parts are the micro-batches of all ranks."""
+"""A bundle of pairs may go to any of this many rows of about the same cost."""
 _BUNDLES, _SINGLES = 16, 48
-"""With more pairs per part than both together, pairs are dealt as this many bundles and single pairs per part."""
+"""With more pairs per row than both together, this many bundles of several pairs and of one are dealt per row."""
 
 
 def row_shape(
@@ -59,16 +59,16 @@ def row_shape(
     # The number of sentences varies from row to row. It hardly ever exceeds 1.25 times the mean plus 16; where it does,
     # `rank_rows` makes another micro-batch.
     expected = max(lengths) / max(mean_lengths)
-    segments = ceil(1.25 * expected) + 16 + padding_segments(lengths[0], lengths[1], longest)
+    sentences = ceil(1.25 * expected) + 16 + padding_sentences(lengths[0], lengths[1], longest)
     # A micro-batch's tensors lie in one array, and Inductor copies an input that is not aligned to 16 bytes. So the
-    # number of offsets, which is segments + 1, is made a multiple of four, as the lengths of rows are.
-    segments += -(segments + 1) % 4
-    return RowShape(lengths[0], lengths[1], segments, longest, per_rank, constant)
+    # number of offsets, which is sentences + 1, is made a multiple of four, as the lengths of rows are.
+    sentences += -(sentences + 1) % 4
+    return RowShape(lengths[0], lengths[1], sentences, longest, per_rank, constant)
 
 
-def _row_length(share: float, batch_tokens: int, parts: int, longest: int) -> int:
-    """Return the length of a row. With a single part, no slack is needed beyond the largest batch."""
-    tokens = min(batch_tokens, ROW_SLACK * share) if parts == 1 else ROW_SLACK * share / parts
+def _row_length(share: float, batch_tokens: int, num_rows: int, longest: int) -> int:
+    """Return the length of a row. A single one needs no slack beyond the largest batch."""
+    tokens = min(batch_tokens, ROW_SLACK * share) if num_rows == 1 else ROW_SLACK * share / num_rows
     return _rounded(max(tokens, longest))
 
 
@@ -93,22 +93,22 @@ def rank_rows(
     Example, eight pairs on two ranks of one micro-batch each, whose rows have 128 tokens a side:
 
     >>> source_lengths, target_lengths = np.array([3, 9, 4, 6, 2, 8, 5, 7]), np.array([4, 8, 4, 7, 3, 9, 4, 6])
-    >>> shape = RowShape(source_tokens=128, target_tokens=128, segments=40, longest=9, per_rank=1)
+    >>> shape = RowShape(source_tokens=128, target_tokens=128, sentences=40, longest=9, per_rank=1)
     >>> for rank in range(2):
     ...     [pairs.tolist() for pairs in rank_rows(source_lengths, target_lengths, shape, 2, rank)]
     [[1, 3, 6, 4]]
     [[5, 7, 2, 0]]
     """
     source, target = source_lengths.astype(np.int64), target_lengths.astype(np.int64)
-    # Every rank computes the parts of all ranks from the same numbers, so that no rank has to ask another one.
-    parts = _deal(source, target, world_size * shape.per_rank)
+    # Every rank computes the rows of all ranks from the same numbers, so that no rank has to ask another one.
+    dealt = _deal(source, target, world_size * shape.per_rank)
     rows = []
     left = np.empty(0, np.intp)
-    for part in parts[rank * shape.per_rank : (rank + 1) * shape.per_rank]:
-        fitting = _fitting(part, source, target, shape)
-        rows.append(part[:fitting])
-        left = np.concatenate([left, part[fitting:]])
-    # Parts differ by about a sentence, for which rows have `ROW_SLACK`. Pairs that still do not fit go to one more
+    for pairs in dealt[rank * shape.per_rank : (rank + 1) * shape.per_rank]:
+        fitting = _fitting(pairs, source, target, shape)
+        rows.append(pairs[:fitting])
+        left = np.concatenate([left, pairs[fitting:]])
+    # Rows differ by about a sentence, for which they have `ROW_SLACK`. Pairs that still do not fit go to one more
     # micro-batch. That does not change the gradient, which is a sum over tokens.
     while len(left):
         fitting = _fitting(left, source, target, shape)
@@ -121,7 +121,7 @@ def _fitting(pairs: NDArray[np.intp], source: NDArray[np.int64], target: NDArray
     """Return how many of the pairs fit in a micro-batch."""
     fits = np.cumsum(source[pairs]) <= shape.source_tokens - MIN_PADDING_TOKENS
     fits &= np.cumsum(target[pairs]) <= shape.target_tokens - MIN_PADDING_TOKENS
-    return min(int(fits.sum()), shape.max_sentences)
+    return min(int(fits.sum()), shape.max_pairs)
 
 
 def cost(source_lengths: NDArray[np.int64], target_lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -133,17 +133,17 @@ def cost(source_lengths: NDArray[np.int64], target_lengths: NDArray[np.int64]) -
 def _deal(
     source: NDArray[np.int64],
     target: NDArray[np.int64],
-    num_parts: int,
+    num_rows: int,
     bundles: int = _BUNDLES,
     singles: int = _SINGLES,
 ) -> list[NDArray[np.intp]]:
-    """Divide pairs into parts of equal cost and of equal numbers of tokens on each side.
+    """Divide pairs among the rows of all ranks, at equal cost and with equal numbers of tokens on each side.
 
-    The work in Python grows with the number of parts only, not with that of pairs. All sums are of integers, so that
+    The work in Python grows with the number of rows only, not with that of pairs. All sums are of integers, so that
     the order in which a processor adds does not change the result.
 
-    Example, eight pairs: as one part, as two, and as two in the way of many pairs. By cost they are 1 5 3 7 6 2 0 4;
-    the bundles are then 5 7 0 and 3 2 4, the singles 1 and 6:
+    Example, eight pairs: to one row, to two, and to two as many pairs are dealt. In the order of their cost, they are
+    1 5 3 7 6 2 0 4. The last call deals the bundles 5 7 0 and 3 2 4, and the single pairs 1 and 6:
 
     >>> source, target = np.array([3, 9, 4, 6, 2, 8, 5, 7]), np.array([4, 8, 4, 7, 3, 9, 4, 6])
     >>> _deal(source, target, 1)
@@ -155,52 +155,52 @@ def _deal(
     """
     costs = cost(source, target)
     order = np.argsort(-costs, kind="stable")
-    if num_parts == 1:
+    if num_rows == 1:
         return [order]
-    # Parts of equal cost may still differ in how many of their tokens are target tokens, and would not fit in rows of
-    # constant length. `excess` is a pair's number of target tokens minus that of an average pair with equally many
-    # tokens, times the batch's tokens. If a part's excess adds up to 0, it has the batch's ratio of source and target.
+    # Rows of equal cost may still differ in how many of their tokens are target tokens, and would not fit in a constant
+    # length. `excess` is a pair's number of target tokens minus that of an average pair with equally many
+    # tokens, times the batch's tokens. If a row's excess adds up to 0, it has the batch's ratio of source and target.
     excess = target * (source.sum() + target.sum()) - (source + target) * target.sum()
     costs, excess = costs[order], excess[order]
-    # Single pairs of all costs even out what bundles leave.
-    num_bundles, num_singles = bundles * num_parts, singles * num_parts
-    item_of = np.arange(len(order))
+    # Single pairs of all costs even out what the bundles of several leave.
+    num_bundles, num_singles = bundles * num_rows, singles * num_rows
+    bundle_of = np.arange(len(order))
     if len(order) > num_bundles + num_singles:
         is_single = np.zeros(len(order), bool)
         is_single[np.arange(num_singles) * len(order) // num_singles] = True
-        item_of[is_single] = num_bundles + np.arange(num_singles)
+        bundle_of[is_single] = num_bundles + np.arange(num_singles)
         # Sorted pairs go to bundles in turn, so that bundles differ by less than the most expensive pair.
-        item_of[~is_single] = np.arange(len(order) - num_singles) % num_bundles
-    items = np.zeros((2, item_of.max() + 1), np.int64)
-    np.add.at(items[0], item_of, costs)
-    np.add.at(items[1], item_of, excess)
-    part_of = _deal_items(items[0], items[1], num_parts)[item_of]
-    ends = np.cumsum(np.bincount(part_of, minlength=num_parts))
-    return np.split(order[np.argsort(part_of, kind="stable")], ends[:-1])
+        bundle_of[~is_single] = np.arange(len(order) - num_singles) % num_bundles
+    sums = np.zeros((2, bundle_of.max() + 1), np.int64)
+    np.add.at(sums[0], bundle_of, costs)
+    np.add.at(sums[1], bundle_of, excess)
+    row_of = _deal_bundles(sums[0], sums[1], num_rows)[bundle_of]
+    ends = np.cumsum(np.bincount(row_of, minlength=num_rows))
+    return np.split(order[np.argsort(row_of, kind="stable")], ends[:-1])
 
 
-def _deal_items(costs: NDArray[np.int64], excess: NDArray[np.int64], num_parts: int) -> NDArray[np.intp]:
-    """Return the part of each item. Expensive items are dealt first, because cheap ones even out the differences left.
+def _deal_bundles(costs: NDArray[np.int64], excess: NDArray[np.int64], num_rows: int) -> NDArray[np.intp]:
+    """Return the row of each bundle. Expensive ones are dealt first, because cheap ones even out the differences left.
 
-    In each round the cheapest parts get one item each: the cheaper the part, the more expensive the item. A part that
-    already costs as much as the cheapest part will cost with its item gets none. Among `_CANDIDATES` parts of about the
-    same cost, items are exchanged so that each part's excess comes nearer to 0.
+    In each round the cheapest rows get one bundle each: the cheaper the row, the more expensive the bundle. A row that
+    already costs as much as the cheapest row will cost with its bundle gets none. Among `_CANDIDATES` rows of about the
+    same cost, bundles are exchanged so that each row's excess comes nearer to 0.
     """
     order = np.argsort(-costs, kind="stable")
-    totals, part_excess = np.zeros((2, num_parts), np.int64)
-    part_of = np.empty(len(costs), np.intp)
+    totals, row_excess = np.zeros((2, num_rows), np.int64)
+    row_of = np.empty(len(costs), np.intp)
     first = 0
     while first < len(order):
-        parts = np.argsort(totals, kind="stable")
-        num_open = int(np.searchsorted(totals[parts], totals[parts[0]] + costs[order[first]]))
-        items = order[first : first + num_open]
-        parts = parts[: len(items)]
-        # Within a group, the item of the least excess goes to the part of the most.
-        group = np.arange(len(items)) // _CANDIDATES
-        items = items[np.lexsort((excess[items], group))]
-        parts = parts[np.lexsort((-part_excess[parts], group))]
-        part_of[items] = parts
-        totals[parts] += costs[items]
-        part_excess[parts] += excess[items]
-        first += len(items)
-    return part_of
+        rows = np.argsort(totals, kind="stable")
+        num_open = int(np.searchsorted(totals[rows], totals[rows[0]] + costs[order[first]]))
+        bundles = order[first : first + num_open]
+        rows = rows[: len(bundles)]
+        # Among candidates, the bundle of the least excess goes to the row of the most.
+        candidates = np.arange(len(bundles)) // _CANDIDATES
+        bundles = bundles[np.lexsort((excess[bundles], candidates))]
+        rows = rows[np.lexsort((-row_excess[rows], candidates))]
+        row_of[bundles] = rows
+        totals[rows] += costs[bundles]
+        row_excess[rows] += excess[bundles]
+        first += len(bundles)
+    return row_of

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from numpy.typing import NDArray
 
-from data_module.batch import LengthBucket, PaddedBatch, RowShape, SpecialIds, length_buckets, pad_batch
+from data_module.batch import PaddedBatch, PlannedBatch, RowShape, SpecialIds, pad_batch, plan_padded_batches
 from data_module.batch_plan import Epochs, fewest_pairs
 from data_module.corpus.manifest import SplitSources, read_manifest, split_sources
 from data_module.corpus.store import (
@@ -123,14 +123,14 @@ class TranslationDataModule(LightningDataModule):
         corpus, settings = self.validation_corpus, self.settings
         limit = min(settings.batch_tokens // 8, settings.max_tokens_per_device or settings.batch_tokens)
         source, target = lengths_with_eos(corpus.source), lengths_with_eos(corpus.target)
-        buckets = []
+        batches = []
         for of_source in self._validation_pairs_by_source():
             is_translated = np.isin(of_source, self.translated_pairs)
             for translated, pairs in ((True, of_source[is_translated]), (False, of_source[~is_translated])):
-                of_kind = length_buckets(source[pairs], target[pairs], max(limit, self.longest))
-                buckets += [bucket._replace(pairs=pairs[bucket.pairs], is_translated=translated) for bucket in of_kind]
-        buckets.sort(key=lambda bucket: (not bucket.is_translated, -bucket.source_length))
-        return ValidationBatches(corpus, buckets, self.special, rank, world_size)
+                of_kind = plan_padded_batches(source[pairs], target[pairs], max(limit, self.longest))
+                batches += [batch._replace(pairs=pairs[batch.pairs], is_translated=translated) for batch in of_kind]
+        batches.sort(key=lambda batch: (not batch.is_translated, -batch.source_length))
+        return ValidationBatches(corpus, batches, self.special, rank, world_size)
 
     def validation_text(self) -> tuple[list[str], list[str]]:
         """Return the validation sources and references as text, one sentence per pair.
@@ -186,21 +186,21 @@ def epoch_weights(folder: Path, settings: CorpusSettings) -> tuple[tuple[int, ..
 
 
 class ValidationBatches:
-    """One rank's validation batches: one length bucket each, and a filler batch where other ranks have one more."""
+    """One rank's validation batches, and a filler where other ranks have one more."""
 
     def __init__(
-        self, corpus: ParallelCorpus, buckets: list[LengthBucket], special: SpecialIds, rank: int, world_size: int
+        self, corpus: ParallelCorpus, batches: list[PlannedBatch], special: SpecialIds, rank: int, world_size: int
     ) -> None:
         self._corpus, self._special = corpus, special
-        self._buckets = buckets[rank::world_size]
+        self._batches = batches[rank::world_size]
         # Every rank needs the same number of batches, because ranks communicate between batches.
-        self._num_batches = -(-len(buckets) // world_size)
-        self._filler = buckets[0]._replace(pairs=buckets[0].pairs[:1])
+        self._num_batches = -(-len(batches) // world_size)
+        self._filler = batches[0]._replace(pairs=batches[0].pairs[:1])
 
     def __len__(self) -> int:
         return self._num_batches
 
     def __iter__(self) -> Iterator[PaddedBatch]:
-        yield from (pad_batch(self._corpus, bucket, self._special) for bucket in self._buckets)
-        if len(self._buckets) < self._num_batches:
+        yield from (pad_batch(self._corpus, batch, self._special) for batch in self._batches)
+        if len(self._batches) < self._num_batches:
             yield pad_batch(self._corpus, self._filler, self._special, is_filler=True)

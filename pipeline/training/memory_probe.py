@@ -172,7 +172,7 @@ def _longest_sentences(data: TranslationDataModule, shape: RowShape, divisor: in
     )
     shape = shape._replace(source_tokens=source_tokens, target_tokens=target_tokens, constant=True)
     rows = [tokens - MIN_PADDING_TOKENS for tokens in (source_tokens, target_tokens)]
-    count = min(max(rows) // length, min(rows), shape.max_sentences)
+    count = min(max(rows) // length, min(rows), shape.max_pairs)
     ids = np.full(length, data.special.eos)
     sides: list[Any] = [
         SimpleNamespace(lengths=np.full(count, min(length, row // count) - 1), offsets=np.zeros(count), tokens=ids)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from data_module.batch import LengthBucket, PaddedBatch, SpecialIds, length_buckets, pad_batch
+from data_module.batch import PaddedBatch, PlannedBatch, SpecialIds, pad_batch, plan_padded_batches
 from data_module.corpus.store import lengths_with_eos
 from data_module.errors import InputError
 from data_module.translation_data_module import TranslationDataModule
@@ -206,28 +206,28 @@ class Baseline:
 def _padded_steps(data: TranslationDataModule, device: torch.device) -> Iterator[PaddedStep]:
     """Yield padded batches for networks that cannot pack sentences, endlessly.
 
-    A step is a random set of buckets of pairs of similar length, with up to `batch_tokens` padded tokens per side, as
-    many programs compose it. A bucket has an eighth of that.
+    A step is a random set of batches of pairs of similar length, with up to `batch_tokens` padded tokens per side, as
+    many programs compose it. A batch has an eighth of that.
     """
     corpus, limit = data.train_corpus, data.settings.batch_tokens
     source, target = lengths_with_eos(corpus.source), lengths_with_eos(corpus.target)
     random = np.random.default_rng(data.seed)
 
-    def step(buckets: list[LengthBucket]) -> PaddedStep:
-        tokens = sum(int(target[bucket.pairs].sum()) for bucket in buckets)
-        return PaddedStep([pad_batch(corpus, bucket, data.special).to(device) for bucket in buckets], tokens)
+    def step(batches: list[PlannedBatch]) -> PaddedStep:
+        tokens = sum(int(target[batch.pairs].sum()) for batch in batches)
+        return PaddedStep([pad_batch(corpus, batch, data.special).to(device) for batch in batches], tokens)
 
     while True:
         shuffled = random.permutation(len(source))  # Else pairs of equal lengths would meet in every epoch.
-        buckets = length_buckets(source[shuffled], target[shuffled], max(limit // 8, data.longest))
-        taken: list[LengthBucket] = []
+        batches = plan_padded_batches(source[shuffled], target[shuffled], max(limit // 8, data.longest))
+        taken: list[PlannedBatch] = []
         tokens_left = np.array([limit, limit])
-        for index in random.permutation(len(buckets)):
-            bucket = buckets[index]._replace(pairs=shuffled[buckets[index].pairs])
-            size = len(bucket.pairs) * np.array([bucket.source_length, bucket.target_length])
+        for index in random.permutation(len(batches)):
+            batch = batches[index]._replace(pairs=shuffled[batches[index].pairs])
+            size = len(batch.pairs) * np.array([batch.source_length, batch.target_length])
             if taken and (size > tokens_left).any():
                 yield step(taken)
                 taken, tokens_left = [], np.array([limit, limit])
-            taken.append(bucket)
+            taken.append(batch)
             tokens_left -= size
         yield step(taken)

@@ -1,4 +1,4 @@
-"""Collation, compared with arrays written by hand; and buckets of pairs of similar lengths."""
+"""Collation, compared with arrays written by hand; and padded batches of pairs of similar lengths."""
 
 from multiprocessing.reduction import ForkingPickler
 
@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_module.batch import (
-    LengthBucket,
+    PlannedBatch,
     RankBatch,
     RowShape,
     SpecialIds,
     collate,
-    length_buckets,
     length_groups,
     pad_batch,
+    plan_padded_batches,
 )
 from data_module.corpus.store import ParallelCorpus, TokenStore, TokenStoreWriter
 from data_module.rank_rows import row_shape
@@ -25,7 +25,7 @@ from tests.data_module.test_batch_plan import lengths
 SPECIAL = SpecialIds(pad=0, bos=2, eos=3)
 SOURCE = [[15, 16], [17], [18, 19, 10], [11]]
 TARGET = [[21], [22, 23, 24], [25, 26], []]
-SHAPE = RowShape(source_tokens=14, target_tokens=12, segments=5, longest=4, per_rank=2)
+SHAPE = RowShape(source_tokens=14, target_tokens=12, sentences=5, longest=4, per_rank=2)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_sentences_end_to_end(corpus: ParallelCorpus) -> None:
     assert first.target_input.tolist() == [2, 25, 26, 2, 21, 0, 0, 0, 0, 0, 0, 0]
     assert first.target_output.tolist() == [25, 26, 3, 21, 3, 0, 0, 0, 0, 0, 0, 0]
     assert first.target_positions.tolist() == [0, 1, 2, 0, 1, 0, 0, 0, 0, 0, 0, 0]
-    # Seven tokens of padding on both sides make two segments of at most four.
+    # Seven tokens of padding on both sides make two sentences of at most four.
     assert first.source_offsets.tolist() == [0, 4, 7, 11, 14, 14]
     assert first.target_offsets.tolist() == [0, 3, 5, 9, 12, 12]
     assert second.source.tolist() == [11, 3, *[0] * 12]
@@ -68,8 +68,8 @@ def test_sentences_end_to_end(corpus: ParallelCorpus) -> None:
 
 
 def test_rows_as_long_as_their_sentences_need(corpus: ParallelCorpus) -> None:
-    """Up to 16 tokens more; 16 tokens of padding make as many segments of at most four as they take."""
-    shape = RowShape(source_tokens=64, target_tokens=64, segments=10, longest=4, per_rank=1, constant=False)
+    """Up to 16 tokens more; 16 tokens of padding make as many sentences of at most four as they take."""
+    shape = RowShape(source_tokens=64, target_tokens=64, sentences=10, longest=4, per_rank=1, constant=False)
     rows = [np.array([2, 0]), np.array([2, 0, 1, 3, 2, 2]), np.array([], np.int64)]
     first, second, third = collate(corpus, rows, SPECIAL, shape, num_target_tokens=9).micro_batches
     assert first.source.tolist() == [18, 19, 10, 3, 15, 16, 3, *[0] * 9]
@@ -134,7 +134,7 @@ def test_a_batch_is_pickled_as_bytes(corpus: ParallelCorpus) -> None:
 
 
 def test_padding(corpus: ParallelCorpus) -> None:
-    batch = pad_batch(corpus, LengthBucket(np.array([2, 0]), 4, 3), SPECIAL)
+    batch = pad_batch(corpus, PlannedBatch(np.array([2, 0]), 4, 3), SPECIAL)
     assert batch.pairs.tolist() == [2, 0]
     assert batch.source.tolist() == [[18, 19, 10, 3], [15, 16, 3, 0]]
     assert batch.source_mask is not None
@@ -145,21 +145,21 @@ def test_padding(corpus: ParallelCorpus) -> None:
     moved = batch.to("meta")
     assert moved.source_mask is not None
     assert (moved.source.device.type, moved.source_mask.device.type) == ("meta", "meta")
-    same_length = pad_batch(corpus, LengthBucket(np.array([3, 1]), 2, 4), SPECIAL)
+    same_length = pad_batch(corpus, PlannedBatch(np.array([3, 1]), 2, 4), SPECIAL)
     assert same_length.source_mask is None
     assert same_length.to("meta").source_mask is None
     assert same_length.target_output.tolist() == [[3, 0, 0, 0], [22, 23, 24, 3]]
     # A filler has no labels.
-    batch = pad_batch(corpus, LengthBucket(np.array([3, 1]), 2, 4), SPECIAL, is_filler=True)
+    batch = pad_batch(corpus, PlannedBatch(np.array([3, 1]), 2, 4), SPECIAL, is_filler=True)
     assert batch.is_filler
     assert batch.target_output.unique().tolist() == [0]
     assert batch.source.tolist() == [[11, 3], [17, 3]]
 
 
-def test_buckets_have_little_padding() -> None:
+def test_padded_batches_have_little_padding() -> None:
     source, target = lengths()
-    buckets = length_buckets(source, target, 250)
-    padded = sum(len(b.pairs) * (b.source_length + b.target_length) for b in buckets)
+    batches = plan_padded_batches(source, target, 250)
+    padded = sum(len(b.pairs) * (b.source_length + b.target_length) for b in batches)
     assert (source.sum() + target.sum()) / padded > 0.9
 
 
@@ -174,22 +174,22 @@ def test_buckets_have_little_padding() -> None:
         ([20, 20, 21, 21, 22, 22], 131, [5, 1]),
     ],
 )
-def test_similar_lengths_share_a_bucket(source: list[int], tokens: int, sizes: list[int]) -> None:
+def test_similar_lengths_share_a_padded_batch(source: list[int], tokens: int, sizes: list[int]) -> None:
     """The longest is at most 1.1 times the shortest plus one."""
-    buckets = length_buckets(np.array(source, np.uint16), np.full(len(source), 5, np.uint16), tokens)
-    assert [len(bucket.pairs) for bucket in buckets] == sizes
+    batches = plan_padded_batches(np.array(source, np.uint16), np.full(len(source), 5, np.uint16), tokens)
+    assert [len(batch.pairs) for batch in batches] == sizes
 
 
 @given(st.data())
-def test_buckets_of_any_corpus(data: st.DataObject) -> None:
+def test_padded_batches_of_any_corpus(data: st.DataObject) -> None:
     pairs = data.draw(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=40))
     source, target = np.array(pairs, dtype=np.uint16).T
     tokens = data.draw(st.integers(1, 300))
-    buckets = length_buckets(source, target, tokens)
-    assert sorted(pair for bucket in buckets for pair in bucket.pairs.tolist()) == list(range(len(pairs)))
+    batches = plan_padded_batches(source, target, tokens)
+    assert sorted(pair for batch in batches for pair in batch.pairs.tolist()) == list(range(len(pairs)))
     # The longest first.
-    assert [bucket.source_length for bucket in buckets] == sorted((b.source_length for b in buckets), reverse=True)
-    for bucket in buckets:
-        assert source[bucket.pairs].max() == bucket.source_length
-        assert target[bucket.pairs].max() == bucket.target_length
-        assert len(bucket.pairs) == 1 or len(bucket.pairs) * max(bucket.source_length, bucket.target_length) <= tokens
+    assert [batch.source_length for batch in batches] == sorted((b.source_length for b in batches), reverse=True)
+    for batch in batches:
+        assert source[batch.pairs].max() == batch.source_length
+        assert target[batch.pairs].max() == batch.target_length
+        assert len(batch.pairs) == 1 or len(batch.pairs) * max(batch.source_length, batch.target_length) <= tokens

@@ -29,7 +29,7 @@ def divided(source: np.ndarray, target: np.ndarray, row: RowShape, world_size: i
         for one in rows:
             assert source[one].sum() <= row.source_tokens - MIN_PADDING_TOKENS
             assert target[one].sum() <= row.target_tokens - MIN_PADDING_TOKENS
-            assert len(one) + ceil(max(row.source_tokens, row.target_tokens) / row.longest) <= row.segments
+            assert len(one) + ceil(max(row.source_tokens, row.target_tokens) / row.longest) <= row.sentences
     return ranks
 
 
@@ -114,8 +114,8 @@ def test_row_lengths_by_hand() -> None:
     # Never shorter than the longest sentence.
     assert row_shape((20.0, 20.0), 257, world_size=400, **options).source_tokens == 384
     assert (one.per_rank, eight.per_rank) == (1, 1)
-    # 1.25 times the mean of 3,328 / 20 sentences plus 16, and a segment for each 257 tokens of padding.
-    assert 208 + 16 < eight.segments <= 208 + 16 + 3_328 // 257 + 4
+    # 1.25 times the mean of 3,328 / 20 sentences plus 16, and a sentence for each 257 tokens of padding.
+    assert 208 + 16 < eight.sentences <= 208 + 16 + 3_328 // 257 + 4
 
 
 def test_micro_batches_fit_the_device() -> None:
@@ -140,7 +140,7 @@ def test_micro_batches_fit_the_device() -> None:
 def test_what_does_not_fit_gets_another_row() -> None:
     """Sentences of 100 tokens in rows that hold one and a half of them."""
     source = target = np.full(6, 100)
-    row = RowShape(150 + MIN_PADDING_TOKENS, 150 + MIN_PADDING_TOKENS, segments=20, longest=100, per_rank=1)
+    row = RowShape(150 + MIN_PADDING_TOKENS, 150 + MIN_PADDING_TOKENS, sentences=20, longest=100, per_rank=1)
     short = np.full(6, 1)
     for sides in ((source, target), (source, short), (short, target)):
         ranks = divided(*sides, row, 2)
@@ -150,9 +150,9 @@ def test_what_does_not_fit_gets_another_row() -> None:
         full = np.full(6, length)
         for sides in ((full, short), (short, full)):
             assert [len(one) for one in divided(*sides, row, 1)[0]] == fitting
-    # So do more sentences than a row has segments for.
+    # So do more sentences than a row has room for.
     short = np.full(10, 1)
-    narrow = RowShape(150 + MIN_PADDING_TOKENS, 150 + MIN_PADDING_TOKENS, segments=8, longest=100, per_rank=1)
+    narrow = RowShape(150 + MIN_PADDING_TOKENS, 150 + MIN_PADDING_TOKENS, sentences=8, longest=100, per_rank=1)
     assert [len(one) for one in divided(short, short, narrow, 1)[0]] == [6, 4]
 
 

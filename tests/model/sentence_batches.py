@@ -62,8 +62,8 @@ def row_shape(micro_batches: list[Lengths]) -> RowShape:
     """Return a shape for these micro-batches, with more padding than the longest sentence has tokens, on both sides."""
     source, target = (max(sum(pair[side] for pair in one) for one in micro_batches) for side in (0, 1))
     longest = max((max(pair) for one in micro_batches for pair in one), default=1)
-    segments = max(map(len, micro_batches)) + 9
-    return RowShape(source + 2 * longest, target + 3 * longest, segments, longest, 1)
+    sentences = max(map(len, micro_batches)) + 9
+    return RowShape(source + 2 * longest, target + 3 * longest, sentences, longest, 1)
 
 
 def packed(micro_batches: list[Lengths], shape: RowShape | None = None, **options: int) -> RankBatch:
