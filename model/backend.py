@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from model.decoding import BeamSearch, GreedyResult
@@ -64,3 +65,13 @@ class Backend:
     def line(self) -> str:
         """Return what was chosen in one line."""
         return "backend: " + ", ".join(f"{part} {choice}" for part, choice in self.summary().items())
+
+
+def weights_cast_once(device: str) -> torch.autocast:
+    """Return an autocast context that caches cast weights for all micro-batches of a step, or all tokens of a search.
+
+    Lightning's own context around the step disables the cache, and clears it when the step ends. In a compiled network
+    the cache has no effect: weights are cast for each micro-batch.
+    """
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return torch.autocast(device, dtype, enabled=enabled, cache_enabled=True)

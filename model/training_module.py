@@ -1,4 +1,4 @@
-"""The LightningModule: training steps over a rank's micro-batches, and validation.
+"""The LightningModule: training steps over a rank's micro-batches; `validation.py` has the validation.
 
 Optimization is manual, so that `global_step` and all intervals count optimizer steps, and ranks synchronize gradients
 once per step. The loss is a sum over target tokens, divided by the number of target tokens in the global batch.
@@ -11,19 +11,19 @@ from functools import partial
 from typing import Any, TypedDict
 
 import torch
-import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from data_module.batch import PackedBatch, PaddedBatch, RankBatch, SpecialIds
-from model.backend import Backend, GreedySearch
+from model.backend import Backend, weights_cast_once
 from model.loss import LossSums, label_smoothed_loss
 from model.optimization import LossScaler, build_optimizer, build_schedule, take_step
 from model.packed_attention import packed_segments
-from model.settings import SHORTEST, DecodingSettings, NetworkSettings, TrainingSettings
+from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.torch_private import default_generator, total_norm
 from model.transformer import PaddedTransformer, Transformer
+from model.validation import Validation
 
 
 class StepOutputs(TypedDict):
@@ -70,13 +70,8 @@ class TranslationModule(LightningModule):
         self.compiled_forward = backend.compiled(self.network) if backend.compiled else None
         # Small gradients would underflow in 16 bits.
         self.loss_scale = LossScaler() if backend.precision == "16-mixed" else None
-        self._search: tuple[GreedySearch, ...] = ()
-        """The search of the current validation, in a tuple: as an attribute, a module would be in every checkpoint."""
-        self.validation_sums: dict[str, Tensor] = {}
-        """Sums over target tokens, float64 [sources]."""
-        self._validation_scalars: dict[str, float] = {}
-        self._validation_sources: list[str] = []
-        self._source_of_pair: Tensor | None = None
+        self._text_sources: tuple[list[str], Tensor | None] = [], None
+        """The arguments of `report_sources`."""
         self._skipped = torch.zeros(2)
         """Number of skipped steps: in all, and in a row up to now. On the CPU before the first step."""
 
@@ -84,6 +79,12 @@ class TranslationModule(LightningModule):
         """Disable cuDNN's attention kernels."""
         # On some GPUs PyTorch prefers them to its flash kernel, and cuDNN plans anew for every shape of a batch.
         torch.backends.cuda.enable_cudnn_sdp(False)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Build the learning-rate schedule and the optimizer."""
+        width = self.network_settings.d_model
+        self._schedule = build_schedule(self.training_settings, width, self.trainer.max_steps)
+        return build_optimizer(self.network.parameters(), self.training_settings)
 
     def states(self, batch: PackedBatch | PaddedBatch, passes: int = 1) -> Tensor:
         """Return the decoder's states: [M, D] of a packed batch, [B, T, D] of a padded one.
@@ -191,7 +192,7 @@ class TranslationModule(LightningModule):
         Returns:
             [3]: loss, negative log-likelihood and correct predictions, each summed over the target tokens.
         """
-        with _weights_cast_once(self.device.type):
+        with weights_cast_once(self.device.type):
             losses = self.losses(batch, factor)
         # Plain attention computes products in float32; autocast would compute their backward pass in 16 bits.
         with torch.autocast(self.device.type, enabled=False):
@@ -208,6 +209,12 @@ class TranslationModule(LightningModule):
             for batch in rank_batch.micro_batches:
                 self._add_gradients(batch, factor)
 
+    def _no_synchronization(self) -> AbstractContextManager[None]:
+        """Return a context in which DDP does not synchronize gradients."""
+        if isinstance(self.trainer.strategy, DDPStrategy):
+            return self.trainer.strategy.model.no_sync()  # type: ignore[union-attr, operator]
+        return nullcontext()
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the numbers of skipped steps and the loss scale."""
         checkpoint["skipped_steps"] = self._skipped.tolist()
@@ -220,12 +227,6 @@ class TranslationModule(LightningModule):
         if self.loss_scale is not None and "loss_scale" in checkpoint:
             self.loss_scale.load_state(checkpoint["loss_scale"])
 
-    def _no_synchronization(self) -> AbstractContextManager[None]:
-        """Return a context in which DDP does not synchronize gradients."""
-        if isinstance(self.trainer.strategy, DDPStrategy):
-            return self.trainer.strategy.model.no_sync()  # type: ignore[union-attr, operator]
-        return nullcontext()
-
     def report_sources(self, names: list[str], of_pair: Tensor) -> None:
         """Log the validation's loss for each source as well.
 
@@ -234,107 +235,28 @@ class TranslationModule(LightningModule):
             of_pair: int64 [pairs], the index into `names` of each validation pair's source. All pairs of a batch have
                 the same.
         """
-        self._validation_sources, self._source_of_pair = names, of_pair
+        self._text_sources = names, of_pair
 
     def on_validation_epoch_start(self) -> None:
-        """Reset the sums, and the search, which may hold a copy of the weights of the last validation."""
-        self._search, self._validation_scalars = (), {}
-        if self._source_of_pair is not None:
-            self._source_of_pair = self._source_of_pair.to(self.device)
-        self.validation_sums = {
-            name: torch.zeros(max(1, len(self._validation_sources)), dtype=torch.float64, device=self.device)
-            for name in ("smoothed", "likelihood", "correct", "tokens")
-        }
+        """Begin a validation, without the sums and the search of the last one."""
+        search, max_extra_tokens = self.backend.search, self.decoding.max_extra_tokens
+        self.validation = Validation(search, self.special, max_extra_tokens, *self._text_sources, self.device)
 
     def validation_step(  # type: ignore[override]
         self, batch: PaddedBatch, batch_idx: int
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Add to the validation sums, and decode the sources of a batch that is translated with greedy search.
+        """Add to the validation's sums and translate the batch; see `Validation.step`."""
+        return self.validation.step(batch, self.losses(batch), self.network)
 
-        Returns:
-            Pair indices [B], the answers' ids [B, L] and their lengths [B]; None for a batch that is not translated.
-        """
-        losses = self.losses(batch)
-        # Indexed by a tensor: a number would make the host wait for the device.
-        source = 0 if self._source_of_pair is None else self._source_of_pair[batch.pairs[:1].long()]
-        sums = self.validation_sums
-        sums["smoothed"][source] += losses.smoothed
-        sums["likelihood"][source] += losses.negative_log_likelihood
-        sums["correct"][source] += losses.num_correct
-        sums["tokens"][source] += (batch.target_output != self.special.pad).sum()
-        if not batch.is_translated:
-            return None
-        if not self._search:  # Made here, once callbacks have put averaged weights in place.
-            special = self.special
-            self._search = (self.backend.search.function(self.network, special.bos, special.eos, special.pad),)
-        # The memory of a search grows with its answers. A batch of very short sentences is searched in parts, so that
-        # the search does not need more memory than a training step.
-        max_sentences = max(1, batch.source.numel() // SHORTEST)
-        tokens, lengths = [], []
-        # Validation runs in inference mode, in which autocast would cast the weights again for each token.
-        with torch.inference_mode(False), torch.no_grad(), _weights_cast_once(self.device.type):
-            for start in range(0, batch.source.size(0), max_sentences):
-                sentences = slice(start, start + max_sentences)
-                mask = batch.source_mask[sentences] if batch.source_mask is not None else None
-                answers = self._search[0].greedy(batch.source[sentences].long(), mask, self.decoding.max_extra_tokens)
-                tokens.append(answers.tokens)
-                lengths.append(answers.lengths)
-        longest = max(part.size(1) for part in tokens)
-        padded = [F.pad(part, [0, longest - part.size(1)], value=self.special.pad) for part in tokens]
-        return batch.pairs, torch.cat(padded), torch.cat(lengths)
+    def validation_losses(self) -> dict[str, float]:
+        """Return what `Validation.losses` describes. All ranks have to call this at the end of a validation."""
+        return self.validation.losses(partial(self.trainer.strategy.reduce, reduce_op="sum"))
 
     def on_validation_epoch_end(self) -> None:
         """Log the validation's losses."""
-        self._search = ()  # Its copy of the weights takes memory.
         # Without the step, Lightning logs a validation one step too early.
         scalars = {**self.validation_losses(), "step": float(self.global_step)}
         self.log_dict({name: torch.tensor(value, dtype=torch.float64).float() for name, value in scalars.items()})
-
-    def validation_losses(self) -> dict[str, float]:
-        """Return loss, negative log-likelihood, perplexity and accuracy over all ranks' target tokens.
-
-        With several sources, the loss and negative log-likelihood of each are included. All ranks have to call this at
-        the end of a validation; the first call reduces the sums.
-        """
-        if self._validation_scalars:
-            return self._validation_scalars
-        names = list(self.validation_sums)
-        total = torch.stack([self.validation_sums[name] for name in names])
-        total = self.trainer.strategy.reduce(total, reduce_op="sum")
-        by_source = dict(zip(names, total.tolist(), strict=True))
-        sums = dict(zip(names, total.sum(1).tolist(), strict=True))
-        likelihood = sums["likelihood"] / sums["tokens"]
-        self._validation_scalars = {
-            "validation/loss": sums["smoothed"] / sums["tokens"],
-            "validation/negative_log_likelihood": likelihood,
-            "validation/perplexity": float(torch.tensor(likelihood).exp()),
-            "validation/accuracy": sums["correct"] / sums["tokens"],
-            **{
-                f"validation/{curve}/{name}": loss / tokens
-                for curve, kind in (("loss", "smoothed"), ("negative_log_likelihood", "likelihood"))
-                for name, loss, tokens in zip(
-                    self._validation_sources, by_source[kind], by_source["tokens"], strict=False
-                )
-                if tokens
-            },
-        }
-        return self._validation_scalars
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Build the learning-rate schedule and the optimizer."""
-        width = self.network_settings.d_model
-        self._schedule = build_schedule(self.training_settings, width, self.trainer.max_steps)
-        return build_optimizer(self.network.parameters(), self.training_settings)
-
-
-def _weights_cast_once(device: str) -> torch.autocast:
-    """Return an autocast context that caches cast weights for all micro-batches of a step, or all tokens of a search.
-
-    Lightning's own context around the step disables the cache, and clears it when the step ends. In a compiled network
-    the cache has no effect: weights are cast for each micro-batch.
-    """
-    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    return torch.autocast(device, dtype, enabled=enabled, cache_enabled=True)
 
 
 def _dropout_seed(*parts: int) -> int:

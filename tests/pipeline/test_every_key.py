@@ -143,7 +143,7 @@ TEXT_KEYS: dict[str, Use] = {
     "reader": lambda b: "own" if OwnReader.languages_of else None,
     "path": lambda b: b.manifest["source_files"][3]["file"],
     "prefix": lambda b: b.tokenizer.decode([b.data.train_corpus.source[0]])[0].split()[0],
-    "name": lambda b: same([b.module._validation_sources[0], b.callbacks["ValidationSamples"]._text_sources.names[0]]),
+    "name": lambda b: same([b.module._text_sources[0][0], b.callbacks["ValidationSamples"]._text_sources.names[0]]),
 }
 """Key of a text source -> its value, read from the object that uses it."""
 

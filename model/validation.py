@@ -1,0 +1,90 @@
+"""One validation: the loss over all target tokens, and translations by greedy search."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from data_module.batch import PaddedBatch, SpecialIds
+from model.backend import GreedySearch, Search, weights_cast_once
+from model.loss import LossSums
+from model.settings import SHORTEST
+from model.transformer import Transformer
+
+
+class Validation:
+    """The sums and the search of one validation, on one rank. It is no module, so that no checkpoint contains it."""
+
+    def __init__(
+        self,
+        search: Search,
+        special: SpecialIds,
+        max_extra_tokens: int,
+        names: list[str],
+        of_pair: Tensor | None,
+        device: torch.device,
+    ) -> None:
+        """Start with sums of zero; for `names` and `of_pair`, see `TranslationModule.report_sources`."""
+        self.sums = torch.zeros(4, max(1, len(names)), dtype=torch.float64, device=device)
+        """[4, sources]: loss, negative log-likelihood, correct predictions and number of target tokens."""
+        self._names, self._of_pair = names, None if of_pair is None else of_pair.to(device)
+        self._special, self._max_extra_tokens = special, max_extra_tokens
+        self._make_search = search.function
+        self._search: GreedySearch | None = None
+        self._losses: dict[str, float] = {}
+
+    def step(self, batch: PaddedBatch, losses: LossSums, network: Transformer) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Add a batch's losses to the sums, and decode the sources of a batch that is translated with greedy search.
+
+        Returns:
+            Pair indices [B], the answers' ids [B, L] and their lengths [B]; None for a batch that is not translated.
+        """
+        # Indexed by a tensor: a number would make the host wait for the device.
+        source = slice(None) if self._of_pair is None else self._of_pair[batch.pairs[:1].long()]
+        num_tokens = (batch.target_output != self._special.pad).sum()
+        self.sums[:, source] += torch.stack([one.double() for one in (*losses, num_tokens)])[:, None]
+        return (batch.pairs, *self._greedy(batch, network)) if batch.is_translated else None
+
+    def _greedy(self, batch: PaddedBatch, network: Transformer) -> tuple[Tensor, Tensor]:
+        if self._search is None:  # Made here, once callbacks have put averaged weights in place.
+            self._search = self._make_search(network, self._special.bos, self._special.eos, self._special.pad)
+        # The memory of a search grows with its answers. A batch of very short sentences is searched in parts, so that
+        # the search does not need more memory than a training step.
+        max_sentences = max(1, batch.source.numel() // SHORTEST)
+        tokens, lengths = [], []
+        # Validation runs in inference mode, in which autocast would cast the weights again for each token.
+        with torch.inference_mode(False), torch.no_grad(), weights_cast_once(batch.source.device.type):
+            for start in range(0, batch.source.size(0), max_sentences):
+                sentences = slice(start, start + max_sentences)
+                mask = batch.source_mask[sentences] if batch.source_mask is not None else None
+                answers = self._search.greedy(batch.source[sentences].long(), mask, self._max_extra_tokens)
+                tokens.append(answers.tokens)
+                lengths.append(answers.lengths)
+        longest = max(part.size(1) for part in tokens)
+        padded = [F.pad(part, [0, longest - part.size(1)], value=self._special.pad) for part in tokens]
+        return torch.cat(padded), torch.cat(lengths)
+
+    def losses(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Return loss, negative log-likelihood, perplexity and accuracy over all ranks' target tokens.
+
+        With several sources, the loss and negative log-likelihood of each are included. All ranks have to call this at
+        the end of the validation. The first call adds up the sums of all ranks by `reduce`.
+        """
+        self._search = None  # Its copy of the weights takes memory.
+        if self._losses:
+            return self._losses
+        total = reduce(self.sums)
+        smoothed, likelihood, correct, tokens = total.sum(1).tolist()
+        *by_source, _, num_tokens = total.tolist()
+        self._losses = {
+            "validation/loss": smoothed / tokens,
+            "validation/negative_log_likelihood": likelihood / tokens,
+            "validation/perplexity": float(torch.tensor(likelihood / tokens).exp()),
+            "validation/accuracy": correct / tokens,
+        }
+        for curve, sums in zip(("loss", "negative_log_likelihood"), by_source, strict=True):
+            for name, loss, count in zip(self._names, sums, num_tokens, strict=False):
+                if count:
+                    self._losses[f"validation/{curve}/{name}"] = loss / count
+        return self._losses
