@@ -4,9 +4,16 @@ Shapes: B sentences, T queries, S keys, D d_model, H heads, K d_k, V d_v; R sour
 `bias` is added to the scores and broadcasts to [B, H, T, S]: 0 where attention is allowed, -inf elsewhere; None allows
 all. Unlike in the paper's formulas, the projections have biases, as in torch.nn.MultiheadAttention.
 
-Each attention is written for two layouts. Training calls `rows`, for sentences that are packed into rows; see
-`packed_attention.py`. Validation, decoding and all exports call the other methods, for padded batches; see
-`transformer.py`. These compute attention by `attend`, and so does `rows` if there is no kernel for it.
+Training packs sentences into rows (`packed_attention.py`); validation, decoding and all exports have padded batches:
+
+| method | called by | when |
+| --- | --- | --- |
+| `rows` of both classes | `Transformer.rows` | training: once for each micro-batch |
+| `SelfAttention.forward` | `PaddedTransformer.encode` | once for each padded batch, in the encoder |
+| `CrossAttention.keys_values` | `PaddedTransformer.init_cache` | once for each padded batch, before the decoder |
+| `step` of both classes | `PaddedTransformer.step`, `forward` | for each position of a search, or once for a target |
+
+All of them compute attention by `attend`; `rows` does so if there is no kernel for it.
 """
 
 import math
@@ -32,18 +39,23 @@ def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dr
     Returns:
         [B, H, T, V].
     """
-    # On a CPU, for more than 8 sentences of at most 32 queries, plain products are faster than the fused kernel: for
-    # one query, twice as fast (torch 2.13). An exported program cannot decide by the number of sentences, which varies.
-    if torch.compiler.is_compiling():
-        is_plain = isinstance(query.size(2), int) and query.size(2) <= 32
-    else:
-        is_plain = query.device.type == "cpu" and query.size(0) > 8 and query.size(2) <= 32
-    if dropout > 0.0 or not is_plain:
+    if dropout > 0.0 or not _is_small(query):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=dropout)
     scores = (query * (1.0 / math.sqrt(query.size(-1)))) @ key.transpose(-2, -1)
     if bias is not None:
         scores += bias
     return scores.softmax(-1) @ value
+
+
+def _is_small(query: Tensor) -> bool:
+    """Return whether plain products are faster than the fused kernel: for one query, twice as fast (torch 2.13).
+
+    They are on a CPU, for more than 8 sentences of at most 32 queries. An exported program cannot decide by the number
+    of sentences, which varies.
+    """
+    if torch.compiler.is_compiling():
+        return isinstance(query.size(2), int) and query.size(2) <= 32
+    return query.device.type == "cpu" and query.size(0) > 8 and query.size(2) <= 32
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.beyond.output_bias import with_bias
 from model.dropout import Dropout
 from model.layers import NORMS, DecoderLayer, EncoderLayer
 from model.packed_attention import Segments
@@ -21,8 +22,6 @@ from model.settings import NetworkSettings
 Cache = list[tuple[Tensor, Tensor, Tensor, Tensor]]
 """For each decoder layer, the keys and values of self-attention, [B, H, slots, d_k or d_v], and the keys and values of
 cross-attention, [B, H, S, d_k or d_v]."""
-_BIAS_COLUMNS = 8
-"""Number of columns that `Transformer.projection_operands` adds for an output bias."""
 
 
 def sinusoidal_table(num_positions: int, d_model: int, start: int = 0, device: torch.device | None = None) -> Tensor:
@@ -35,13 +34,7 @@ def sinusoidal_table(num_positions: int, d_model: int, start: int = 0, device: t
     """
     position = torch.arange(start, start + num_positions, dtype=torch.float64, device=device).unsqueeze(1)
     even = torch.arange(0, d_model, 2, dtype=torch.float64, device=device)
-    # The exponent is the sum of two numbers, because the export to ONNX rounds each number to float32. `torch.tensor`
-    # does not make them, because torch.export cannot save its result as part of a loop.
-    exponent = -math.log(10000.0) / d_model
-    high = math.floor(exponent * 1048576.0) / 1048576.0
-    exponents = torch.full([2], high, dtype=torch.float64, device=device)
-    exponents[1:].fill_(exponent - high)
-    angle = position * torch.exp(even * exponents.sum())
+    angle = position * torch.exp(even * (-math.log(10000.0) / d_model))
     return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)[:, :d_model].to(torch.float32)
 
 
@@ -196,17 +189,9 @@ class Transformer(nn.Module):
         return self.projection(states, self.embedding.weight)
 
     def projection_operands(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return states [..., D'] and a weight [V, D'] with `states @ weight.T` equal to the logits, for the loss.
-
-        With an output bias, D' is D + 8: the states get a column of ones, and the weight the bias. The other columns
-        are zeros, because a GPU multiplies widths that are a multiple of 8 faster.
-        """
+        """Return states [..., D] and a weight [V, D] with `states @ weight.T` equal to the logits, for the loss."""
         weight, bias = self.embedding.weight, self.projection.bias
-        if bias is None:
-            return states, weight
-        ones = F.pad(states.new_ones([*states.shape[:-1], 1]), [0, _BIAS_COLUMNS - 1])
-        columns = F.pad(bias.unsqueeze(1), [0, _BIAS_COLUMNS - 1])  # type: ignore
-        return torch.cat([states, ones], -1), torch.cat([weight, columns], 1)
+        return (states, weight) if bias is None else with_bias(states, weight, bias)  # type: ignore
 
 
 class PaddedTransformer(nn.Module):

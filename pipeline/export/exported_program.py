@@ -52,11 +52,13 @@ class ComputedPositions(nn.Module):
         return sinusoidal_table(length, self.d_model, start)
 
 
-def with_computed_positions(network: Transformer) -> Transformer:
+def with_computed_positions(
+    network: Transformer, positions: type[ComputedPositions] = ComputedPositions
+) -> Transformer:
     """Return a copy that shares all weights and has no table of sinusoids."""
     network = sharing_copy(network)
     if isinstance(network.positions, SinusoidalPositions):
-        network.positions = ComputedPositions(network.positions.d_model)  # type: ignore[assignment]
+        network.positions = positions(network.positions.d_model)  # type: ignore[assignment]
     return network
 
 

@@ -6,6 +6,7 @@ longer ones, which the caller may reorder. All dimensions but those of the netwo
 Shapes: R hypotheses, S source length, P previous tokens, H heads, K d_k, V d_v, N decoder layers.
 """
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from data_module.errors import InputError, require_package
 from model.transformer import PaddedTransformer, Transformer
-from pipeline.export.exported_program import quiet, with_computed_positions
+from pipeline.export.exported_program import ComputedPositions, quiet, with_computed_positions
 
 INPUTS = {
     "encode": ["source", "source_mask"],
@@ -25,12 +26,25 @@ OUTPUTS = {"encode": ["cross_keys", "cross_values"], "step": ["logits", "longer_
 """The programs, and the names of their inputs and outputs."""
 
 
+class Positions(ComputedPositions):
+    """Does what `sinusoidal_table` does. The exponent is a sum, because the export rounds each number to float32."""
+
+    def forward(self, start: int, length: int) -> Tensor:
+        """Return the encodings [length, D] of positions start to start + length - 1."""
+        exponent = -math.log(10000.0) / self.d_model
+        high = math.floor(exponent * 1048576.0) / 1048576.0
+        total = torch.full([], high, dtype=torch.float64) + (exponent - high)
+        position = torch.arange(start, start + length, dtype=torch.float64).unsqueeze(1)
+        angle = position * torch.exp(torch.arange(0, self.d_model, 2, dtype=torch.float64) * total)
+        return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)[:, : self.d_model].to(torch.float32)
+
+
 class Encode(nn.Module):
     """The encoder and the cross-attention's keys and values."""
 
     def __init__(self, network: Transformer) -> None:
         super().__init__()
-        network = with_computed_positions(network)
+        network = with_computed_positions(network, Positions)
         # Only the cross-attention of each decoder layer, so that nothing unused is written.
         layers = (nn.ModuleDict({"cross_attention": layer.cross_attention}) for layer in network.decoder)  # type: ignore
         network.decoder = nn.ModuleList(layers)
@@ -47,7 +61,7 @@ class Step(nn.Module):
 
     def __init__(self, network: Transformer) -> None:
         super().__init__()
-        network = with_computed_positions(network)
+        network = with_computed_positions(network, Positions)
         network.encoder = nn.ModuleList()
         self.network = PaddedTransformer(network)
 
