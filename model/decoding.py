@@ -240,77 +240,6 @@ def trace_back(
     return tokens, torch.where(is_inside, entries.div(vocabulary_size, rounding_mode="floor"), here)
 
 
-def check_search(
-    source: Tensor,
-    source_mask: Tensor | None,
-    options: BeamArguments,
-    lines: Tensor | None,
-    vocabulary_size: int,
-    max_positions: int,
-) -> None:
-    """Raise ValueError if an argument of `BeamSearch.beam` or `sample` is out of bounds.
-
-    `max_positions` is 0 for no limit.
-    """
-    if source.dim() != 2 or source.size(0) == 0 or source.size(1) == 0:
-        raise ValueError(f"source ids must be [sentences, tokens] with one or more of each, not {source.shape}")
-    if source.dtype != torch.int64:
-        raise ValueError(f"source ids must be int64, not {source.dtype}")
-    if int(source.min()) < 0 or int(source.max()) >= vocabulary_size:
-        raise ValueError(f"source ids must be 0 .. {vocabulary_size - 1}")
-    if source_mask is not None:
-        if source_mask.dtype != torch.bool or source_mask.shape != source.shape:
-            raise ValueError(f"source_mask must be bool of shape {source.shape}")
-        if not bool(source_mask.any(1).all()):
-            raise ValueError("source_mask leaves a sentence without any token")
-    if max_positions > 0 and source.size(1) > max_positions:
-        raise ValueError(f"a source of {source.size(1)} tokens is longer than the network's {max_positions} positions")
-    if options.beam_size < 1:
-        raise ValueError(f"beam_size {options.beam_size} must be 1 or more")
-    if options.n_best < 1 or options.n_best > options.beam_size:
-        raise ValueError(f"n_best {options.n_best} must be 1 .. beam_size {options.beam_size}")
-    if not 0.0 <= options.length_penalty < float("inf"):
-        raise ValueError(f"length_penalty {options.length_penalty} must be 0 or more")
-    if options.max_extra_tokens < 0:
-        raise ValueError(f"max_extra_tokens {options.max_extra_tokens} must be 0 or more")
-    sampling = options.sampling
-    if sampling is not None:
-        check_sampling(sampling)
-    if lines is not None and (lines.dtype != torch.int64 or lines.size() != source.size()[:1]):
-        raise ValueError(f"lines must be int64 of shape [{source.size(0)}], not {lines.dtype} {lines.shape}")
-
-
-def prefix_lengths(
-    target_prefix: Tensor, limits: Tensor, vocabulary_size: int, special: tuple[int, int, int]
-) -> Tensor:
-    """Return the number of tokens [B] of each target prefix.
-
-    Args:
-        target_prefix: as for `BeamSearch.beam`.
-        limits: int64 [B], maximum length of an answer.
-        vocabulary_size: V.
-        special: ids of the begin, end and padding symbols.
-
-    Raises ValueError if a prefix is not made of pieces, or is as long as the limit.
-    """
-    bos_id, eos_id, pad_id = special
-    if target_prefix.dtype != torch.int64 or target_prefix.size()[:-1] != limits.size():
-        raise ValueError(
-            f"target_prefix must be int64 of shape [{limits.size(0)}, tokens], not {target_prefix.dtype} "
-            f"{target_prefix.shape}"
-        )
-    is_padding = target_prefix == pad_id
-    lengths = (~is_padding).sum(1)
-    is_behind = torch.arange(target_prefix.size(1), device=lengths.device) >= lengths.unsqueeze(1)
-    is_special = (target_prefix == bos_id) | (target_prefix == eos_id)
-    is_outside = (target_prefix < 0) | (target_prefix >= vocabulary_size)
-    if bool(((is_padding != is_behind) | is_special | is_outside).any()):
-        raise ValueError(f"target_prefix must be ids of pieces, 0 .. {vocabulary_size - 1}, with padding behind them")
-    if bool((lengths >= limits).any()):
-        raise ValueError("target_prefix is as long as an answer may be with its end symbol")
-    return lengths
-
-
 class Searches:
     """Greedy search, beam search and sampling: the methods that `BeamSearch` and the compiled search share."""
 
@@ -455,27 +384,30 @@ class BeamSearch(Searches, nn.Module):
     ) -> None:
         """Decode until no sentence is open. Writes `text.history` and `results` in place."""
         beam_size, device, uniforms = options.beam_size, source.device, text.uniforms
-        # Each check makes the host wait for a GPU. There, checks are rare, and sentences take part in some steps after
-        # they have finished. Their answers do not change: by the rule "exact" no better answer can follow, and by
-        # "first" `add_answers` adds none.
         steps_between_checks = 1 if device.type == "cpu" else 8
         own_slots = torch.eye(beam_size, dtype=torch.bool, device=device)
         batch, cache = self._begin(text, source, source_mask, options)
         answers = no_answers(source.size(0), options.n_best, device)
         num_left, position, shortest_limit = source.size(0), 0, int(batch.limits.min())
         while num_left > 0:
+            # 1. Make room in the cache for the slots of this position.
             if batch.paths.size(2) > cache[0][0].size(2):
                 cache, batch = _grow(cache, batch)
-            # A finished sentence that still takes part overwrites its last place in every step.
+            # 2. Find the continuations. A finished sentence that still takes part overwrites its last place.
             positions = (batch.limits - 1).clamp(max=position)
-            forced = self._forced(text, batch, position, shortest_limit)
             places = text.offsets[batch.sentences] + positions
+            forced = self._forced(text, batch, position, shortest_limit)
             draws = uniforms[places] if uniforms is not None else None
             values, parents, last = self._step(batch, position, cache, forced, draws, options)
+            # 3. Keep the best of those that end as answers, and the best of the others as open hypotheses.
             answers, totals, parents, last = self._select(answers, values, parents, last, positions, options)
+            # 4. Note the open hypotheses in the history, and advance by one position.
             text.history[:, : totals.size(1)].index_copy_(0, places, parents * self.vocabulary_size + last)
             batch = _advance(batch, totals, parents, last, own_slots)
             position += 1
+            # 5. Check which sentences have finished. Each check makes the host wait for a GPU. There, checks are rare,
+            # and sentences take part in some steps after they have finished. Their answers do not change: by the rule
+            # "exact" no better answer can follow, and by "first" `add_answers` adds none.
             if position % steps_between_checks != 0:
                 continue
             is_open = may_improve(answers, batch.totals, batch.limit_penalties, options)
@@ -483,10 +415,11 @@ class BeamSearch(Searches, nn.Module):
             num_left = open_places.size(0)
             if num_left == batch.sentences.size(0):
                 continue
+            # 6. Store the answers, and remove the finished sentences.
             _store(results, batch.sentences, answers)
             if num_left == 0:
                 continue
-            # Move the last open sentences to the places of finished ones. Keeping the order of the batch would copy the
+            # The last open sentences move to the places of finished ones. Keeping the order of the batch would copy the
             # cache of almost all sentences whenever one has finished.
             gaps = (~is_open[:num_left]).nonzero().squeeze(1)
             movers = open_places[num_left - gaps.size(0) :]
@@ -670,3 +603,74 @@ def _grow(cache: Cache, batch: _Batch) -> tuple[Cache, _Batch]:
         batch.sentences, batch.limits, batch.limit_penalties, batch.totals, batch.last, paths, batch.source_mask
     )
     return larger, batch
+
+
+def check_search(
+    source: Tensor,
+    source_mask: Tensor | None,
+    options: BeamArguments,
+    lines: Tensor | None,
+    vocabulary_size: int,
+    max_positions: int,
+) -> None:
+    """Raise ValueError if an argument of `BeamSearch.beam` or `sample` is out of bounds.
+
+    `max_positions` is 0 for no limit.
+    """
+    if source.dim() != 2 or source.size(0) == 0 or source.size(1) == 0:
+        raise ValueError(f"source ids must be [sentences, tokens] with one or more of each, not {source.shape}")
+    if source.dtype != torch.int64:
+        raise ValueError(f"source ids must be int64, not {source.dtype}")
+    if int(source.min()) < 0 or int(source.max()) >= vocabulary_size:
+        raise ValueError(f"source ids must be 0 .. {vocabulary_size - 1}")
+    if source_mask is not None:
+        if source_mask.dtype != torch.bool or source_mask.shape != source.shape:
+            raise ValueError(f"source_mask must be bool of shape {source.shape}")
+        if not bool(source_mask.any(1).all()):
+            raise ValueError("source_mask leaves a sentence without any token")
+    if max_positions > 0 and source.size(1) > max_positions:
+        raise ValueError(f"a source of {source.size(1)} tokens is longer than the network's {max_positions} positions")
+    if options.beam_size < 1:
+        raise ValueError(f"beam_size {options.beam_size} must be 1 or more")
+    if options.n_best < 1 or options.n_best > options.beam_size:
+        raise ValueError(f"n_best {options.n_best} must be 1 .. beam_size {options.beam_size}")
+    if not 0.0 <= options.length_penalty < float("inf"):
+        raise ValueError(f"length_penalty {options.length_penalty} must be 0 or more")
+    if options.max_extra_tokens < 0:
+        raise ValueError(f"max_extra_tokens {options.max_extra_tokens} must be 0 or more")
+    sampling = options.sampling
+    if sampling is not None:
+        check_sampling(sampling)
+    if lines is not None and (lines.dtype != torch.int64 or lines.size() != source.size()[:1]):
+        raise ValueError(f"lines must be int64 of shape [{source.size(0)}], not {lines.dtype} {lines.shape}")
+
+
+def prefix_lengths(
+    target_prefix: Tensor, limits: Tensor, vocabulary_size: int, special: tuple[int, int, int]
+) -> Tensor:
+    """Return the number of tokens [B] of each target prefix.
+
+    Args:
+        target_prefix: as for `BeamSearch.beam`.
+        limits: int64 [B], maximum length of an answer.
+        vocabulary_size: V.
+        special: ids of the begin, end and padding symbols.
+
+    Raises ValueError if a prefix is not made of pieces, or is as long as the limit.
+    """
+    bos_id, eos_id, pad_id = special
+    if target_prefix.dtype != torch.int64 or target_prefix.size()[:-1] != limits.size():
+        raise ValueError(
+            f"target_prefix must be int64 of shape [{limits.size(0)}, tokens], not {target_prefix.dtype} "
+            f"{target_prefix.shape}"
+        )
+    is_padding = target_prefix == pad_id
+    lengths = (~is_padding).sum(1)
+    is_behind = torch.arange(target_prefix.size(1), device=lengths.device) >= lengths.unsqueeze(1)
+    is_special = (target_prefix == bos_id) | (target_prefix == eos_id)
+    is_outside = (target_prefix < 0) | (target_prefix >= vocabulary_size)
+    if bool(((is_padding != is_behind) | is_special | is_outside).any()):
+        raise ValueError(f"target_prefix must be ids of pieces, 0 .. {vocabulary_size - 1}, with padding behind them")
+    if bool((lengths >= limits).any()):
+        raise ValueError("target_prefix is as long as an answer may be with its end symbol")
+    return lengths
