@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.packed_attention import Segments, attend_in_groups
+from model.packed_attention import RowSentences, attend_in_groups
 from model.settings import NetworkSettings
 
 
@@ -110,16 +110,16 @@ class Attention(nn.Module):
         """Compute `attention` with the recipe's dropout. `attention_maps` replaces this method to record weights."""
         return attention(query, key, value, bias, self.dropout if self.training else 0.0)
 
-    def attend_rows(self, inputs: list[Tensor], segments: Segments) -> Tensor:
+    def attend_rows(self, inputs: list[Tensor], sentences: RowSentences) -> Tensor:
         """Compute attention over packed rows: by the backend's kernel or, without one, by `attend` over padded groups.
 
         `inputs` is one tensor of queries, keys and values [tokens, H * (2 K + V)], or two: queries [queries, H * K],
         and keys and values [keys, H * (K + V)]. The result is [queries, H * V].
         """
-        if segments.kernel is None:
-            return attend_in_groups(self.attend, inputs, segments, self.num_heads, self.d_k)
+        if sentences.kernel is None:
+            return attend_in_groups(self.attend, inputs, sentences, self.num_heads, self.d_k)
         dropout = self.dropout if self.training else 0.0
-        return segments.kernel(inputs, segments, self.num_heads, self.d_k, dropout)
+        return sentences.kernel(inputs, sentences, self.num_heads, self.d_k, dropout)
 
 
 class SelfAttention(Attention):
@@ -166,9 +166,9 @@ class SelfAttention(Attention):
         keys, values = append(keys, key, start), append(values, value, start)
         return self.output(join_heads(self.attend(query, keys, values, bias))), keys, values
 
-    def rows(self, x: Tensor, segments: Segments) -> Tensor:
+    def rows(self, x: Tensor, sentences: RowSentences) -> Tensor:
         """Map the tokens x [R, D] of packed rows to [R, D]."""
-        return self.output(self.attend_rows([self.query_key_value(x)], segments))
+        return self.output(self.attend_rows([self.query_key_value(x)], sentences))
 
 
 class CrossAttention(Attention):
@@ -194,6 +194,6 @@ class CrossAttention(Attention):
         query = split_heads(self.query(x), self.num_heads)
         return self.output(join_heads(self.attend(query, keys, values, bias)))
 
-    def rows(self, x: Tensor, memory: Tensor, segments: Segments) -> Tensor:
+    def rows(self, x: Tensor, memory: Tensor, sentences: RowSentences) -> Tensor:
         """Map the target tokens x [M, D] of packed rows to [M, D] by attention over the memory [R, D]."""
-        return self.output(self.attend_rows([self.query(x), self.key_value(memory)], segments))
+        return self.output(self.attend_rows([self.query(x), self.key_value(memory)], sentences))

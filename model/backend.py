@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from model.decoding import BeamSearch, GreedyResult
-from model.packed_attention import PLAIN_ATTENTION, RowAttention, Segments
+from model.packed_attention import PLAIN_ATTENTION, RowAttention, RowSentences
 from model.transformer import Transformer
 
-Forward = Callable[[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[Segments, Segments, Segments]], Tensor]
+Forward = Callable[
+    [tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[RowSentences, RowSentences, RowSentences]], Tensor
+]
 """The signature of `Transformer.rows`."""
 
 

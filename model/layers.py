@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from data_module.registry import Registry
 from model.attention import CrossAttention, SelfAttention, initialize_projections
 from model.dropout import Dropout
-from model.packed_attention import Segments
+from model.packed_attention import RowSentences
 from model.settings import NetworkSettings
 
 NORMS: Registry[Callable[[int], nn.Module]] = Registry("network.norm", layer_norm=nn.LayerNorm)
@@ -87,10 +87,10 @@ class EncoderLayer(nn.Module):
         residual = self.feed_forward_residual
         return residual(x, self.feed_forward(residual.sublayer_input(x)))
 
-    def rows(self, x: Tensor, segments: Segments) -> Tensor:
+    def rows(self, x: Tensor, sentences: RowSentences) -> Tensor:
         """Map the tokens x [R, D] of packed rows to [R, D]."""
         residual = self.self_attention_residual
-        x = residual(x, self.self_attention.rows(residual.sublayer_input(x), segments))
+        x = residual(x, self.self_attention.rows(residual.sublayer_input(x), sentences))
         residual = self.feed_forward_residual
         return residual(x, self.feed_forward(residual.sublayer_input(x)))
 
@@ -137,7 +137,7 @@ class DecoderLayer(nn.Module):
         residual = self.feed_forward_residual
         return residual(x, self.feed_forward(residual.sublayer_input(x))), keys, values
 
-    def rows(self, x: Tensor, memory: Tensor, own: Segments, cross: Segments) -> Tensor:
+    def rows(self, x: Tensor, memory: Tensor, own: RowSentences, cross: RowSentences) -> Tensor:
         """Map the target tokens x [M, D] of packed rows to [M, D], with the memory [R, D] of the source tokens."""
         residual = self.self_attention_residual
         x = residual(x, self.self_attention.rows(residual.sublayer_input(x), own))

@@ -113,27 +113,27 @@ def _read_logits(logits: Tensor, target: Tensor, terms: Tensor, options: _Option
             and R-Drop's divergence, which stays 0 for one pass.
         options: options of the loss.
     """
-    num_rows, on_cpu = len(logits), logits.device.type == "cpu"
+    num_tokens, on_cpu = len(logits), logits.device.type == "cpu"
     if on_cpu:
-        num_rows = 2 * max(1, round(_CACHED_LOGITS * torch.get_num_threads() / logits.size(1) / 2))
-    for rows, own, of_rows in zip(
-        logits.split(num_rows), target.split(num_rows), terms.split(num_rows, 1), strict=True
+        num_tokens = 2 * max(1, round(_CACHED_LOGITS * torch.get_num_threads() / logits.size(1) / 2))
+    for part, own, of_part in zip(
+        logits.split(num_tokens), target.split(num_tokens), terms.split(num_tokens, 1), strict=True
     ):
         # On a CPU, softmax of 16-bit logits takes several times as long.
-        block = rows.to(options.sum_dtype) if on_cpu else rows
+        block = part.to(options.sum_dtype) if on_cpu else part
         probabilities = torch.softmax(block, -1, dtype=options.sum_dtype)
-        of_rows[0], of_rows[1] = block.amax(-1, keepdim=True), block.gather(1, own)
-        of_rows[2] = probabilities.amax(-1, keepdim=True)
+        of_part[0], of_part[1] = block.amax(-1, keepdim=True), block.gather(1, own)
+        of_part[2] = probabilities.amax(-1, keepdim=True)
         if options.alpha:
-            of_rows[3], probabilities = divergence(block, probabilities, options.alpha)
+            of_part[3], probabilities = divergence(block, probabilities, options.alpha)
         if options.with_gradient:
             # d loss / d logits = p - (1 - epsilon) onehot - epsilon / V. `_forward` adds the last term.
             probabilities.scatter_add_(1, own, probabilities.new_full(own.shape, options.epsilon - 1.0))
-            rows.copy_(probabilities)
+            part.copy_(probabilities)
 
 
 def _chunk_tokens(num_tokens: int, vocabulary_size: int, device: torch.device, options: _Options) -> int:
-    """Return the number of rows of a chunk, one for each token of each pass, so that chunks are about equally large."""
+    """Return the number of tokens of a chunk, those of each pass counted, so that chunks are about equally large."""
     passes, size = 2 if options.alpha else 1, options.product_dtype.itemsize
     if device.type != "cuda":
         most = max(1, _CHUNK_LOGITS // vocabulary_size // passes)
@@ -211,7 +211,7 @@ def _forward(
     likelihood, num_correct = (target_loss * kept).sum() / passes, ((target_logits == largest) * kept).sum() / passes
     if gradients is not None:
         # The term -epsilon / V of d loss / d z is the same for all classes and tokens, so that its products with the
-        # projection and with the states are multiples of the sums of their rows.
+        # projection and with the states are multiples of sums over classes and over tokens.
         grad_states = (gradients[0].to(sum_dtype) - epsilon * mean_weight) * factor
         grad_weight = gradients[1].sub_(weighted_states.sum(0), alpha=epsilon / len(weight))
         ctx.save_for_backward(grad_states.to(states.dtype), grad_weight.to(weight.dtype))

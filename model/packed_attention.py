@@ -4,10 +4,10 @@ Shapes: in this file, R is the number of query tokens and M that of key tokens, 
 cross-attention R counts target and M source tokens, the reverse of `attention.py`. H heads, K d_k, V d_v; P cells of
 padded groups.
 
-`Segments` describe the sentences for one attention. Two kinds of implementation read them. A kernel reads the offsets:
-PyTorch's variable-length flash attention on a GPU (`FLASH_ATTENTION`), or the compiled one on a CPU. Plain attention
-(`PLAIN_ATTENTION`) runs on any device, in any precision, for any heads, with dropout: it pads groups of sentences of
-similar length, and computes each group by `attend`, as a padded batch.
+`RowSentences` describes the sentences for one attention. Two kinds of implementation read it. A kernel reads the
+offsets: PyTorch's variable-length flash attention on a GPU (`FLASH_ATTENTION`), or the compiled one on a CPU. Plain
+attention (`PLAIN_ATTENTION`) runs on any device, in any precision, for any heads, with dropout: it pads groups of
+sentences of similar length, and computes each group by `attend`, as a padded batch.
 """
 
 import operator
@@ -20,24 +20,24 @@ from torch import Tensor
 from data_module.batch import PackedBatch
 
 
-class Segments(NamedTuple):
-    """Which tokens attend to which, in one attention of the network."""
+class RowSentences(NamedTuple):
+    """Which tokens attend to which, in one attention of the network: those of N sentences, padding included."""
 
     query_offsets: Tensor
-    """int32 [segments + 1]: segment i has the queries `query_offsets[i] : query_offsets[i + 1]`."""
+    """int32 [N + 1]: sentence i has the queries `query_offsets[i] : query_offsets[i + 1]`."""
     key_offsets: Tensor
     """The same for keys."""
     longest: int
-    """Maximum number of tokens of a segment."""
+    """Maximum number of tokens of a sentence."""
     is_causal: bool
-    """Whether a query attends only to keys up to its own place in the segment."""
+    """Whether a query attends only to keys up to its own place in the sentence."""
     kernel: "AttentionFunction | None" = None
     """The function that computes attention; None for plain attention."""
     padded: "PaddedGroups | None" = None
     """The padded groups of plain attention; None for a kernel."""
 
 
-AttentionFunction = Callable[[list[Tensor], Segments, int, int, float], Tensor]
+AttentionFunction = Callable[[list[Tensor], RowSentences, int, int, float], Tensor]
 """Computes attention (equation 1); see `flash_attention`."""
 
 
@@ -93,10 +93,10 @@ class PaddedGroups(NamedTuple):
     groups: list[PaddedGroup]
 
 
-def packed_segments(
+def packed_sentences(
     batch: PackedBatch, dtype: torch.dtype, attention: RowAttention = PLAIN_ATTENTION
-) -> tuple[Segments, Segments, Segments]:
-    """Return the segments of the encoder, of the decoder's self-attention and of its cross-attention.
+) -> tuple[RowSentences, RowSentences, RowSentences]:
+    """Return the sentences of the encoder, of the decoder's self-attention and of its cross-attention.
 
     `dtype` is that of queries, keys and values. The host does not wait for a device.
     """
@@ -106,13 +106,13 @@ def packed_segments(
         encoder, decoder, cross = _padded_groups(batch, _compute_dtype(source.device, dtype))
     longest, kernel = batch.longest, attention.function
     return (
-        Segments(source, source, longest, False, kernel, encoder),
-        Segments(target, target, longest, True, kernel, decoder),
-        Segments(target, source, longest, False, kernel, cross),
+        RowSentences(source, source, longest, False, kernel, encoder),
+        RowSentences(target, target, longest, True, kernel, decoder),
+        RowSentences(target, source, longest, False, kernel, cross),
     )
 
 
-def flash_attention(inputs: list[Tensor], segments: Segments, num_heads: int, d_k: int, dropout: float) -> Tensor:
+def flash_attention(inputs: list[Tensor], sentences: RowSentences, num_heads: int, d_k: int, dropout: float) -> Tensor:
     """Compute attention (equation 1) by PyTorch's variable-length attention.
 
     It needs a GPU of compute capability 8.0 or more, 16-bit numbers, and d_k = d_v, a multiple of 8 up to 256.
@@ -120,7 +120,7 @@ def flash_attention(inputs: list[Tensor], segments: Segments, num_heads: int, d_
     Args:
         inputs: queries, keys and values [R, H * (2 K + V)]; or queries [R, H * K] and keys and values
             [M, H * (K + V)].
-        segments: which tokens attend to which.
+        sentences: which tokens attend to which.
         num_heads: H.
         d_k: K.
         dropout: probability of dropping a weight.
@@ -133,17 +133,17 @@ def flash_attention(inputs: list[Tensor], segments: Segments, num_heads: int, d_
     if dropout:
         raise ValueError("flash attention has no dropout")
     query, key, value = (x.unflatten(1, (num_heads, -1)) for x in split_inputs(inputs, num_heads * d_k))
-    return _flash(query, key, value, segments)
+    return _flash(query, key, value, sentences)
 
 
 FLASH_ATTENTION = RowAttention("flash", flash_attention)
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+def _flash(query: Tensor, key: Tensor, value: Tensor, sentences: RowSentences) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # An experimental part of PyTorch, which only GPUs need.
 
-    window = (-1, 0) if segments.is_causal else (-1, -1)
-    offsets, longest = (segments.query_offsets, segments.key_offsets), segments.longest
+    window = (-1, 0) if sentences.is_causal else (-1, -1)
+    offsets, longest = (sentences.query_offsets, sentences.key_offsets), sentences.longest
     result: Any = varlen_attn(query, key, value, *offsets, longest, longest, window_size=window)
     return result.flatten(1)
 
@@ -160,7 +160,7 @@ def split_inputs(inputs: list[Tensor], size: int) -> tuple[Tensor, Tensor, Tenso
 def attend_in_groups(
     attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
     inputs: list[Tensor],
-    segments: Segments,
+    sentences: RowSentences,
     num_heads: int,
     d_k: int,
 ) -> Tensor:
@@ -171,7 +171,7 @@ def attend_in_groups(
     `attend` maps queries [B, H, T, K], keys [B, H, S, K], values [B, H, S, V] and a bias to [B, H, T, V]. The other
     arguments and the result are those of `flash_attention`. The result is zero at padding of the row.
     """
-    padded, dtype = segments.padded, inputs[0].dtype
+    padded, dtype = sentences.padded, inputs[0].dtype
     assert padded is not None
     compute_dtype = _compute_dtype(inputs[0].device, dtype)
     num_queries = [group.num_queries for group in padded.groups]
@@ -187,9 +187,9 @@ def attend_in_groups(
     # Autocast would round the inputs of products, which are in float32, to 16 bits again.
     with torch.autocast("cpu", enabled=False):
         for group, *own in zip(padded.groups, *cells, strict=True):
-            sentences = [x.unflatten(0, (group.num_sentences, -1)) for x in own]
+            batch = [x.unflatten(0, (group.num_sentences, -1)) for x in own]
             query, key, value = (
-                x.unflatten(2, (num_heads, -1)).transpose(1, 2) for x in split_inputs(sentences, num_heads * d_k)
+                x.unflatten(2, (num_heads, -1)).transpose(1, 2) for x in split_inputs(batch, num_heads * d_k)
             )
             heads = attend(query, key, value, group.bias)
             results.append(heads.transpose(1, 2).flatten(0, 1).flatten(1).to(dtype))
@@ -198,10 +198,10 @@ def attend_in_groups(
 
 
 class _Move(torch.autograd.Function):
-    """Select the rows `index` of x. Row i of x gets the gradient of row `inverse[i]`, or 0 where `has_no_gradient`.
+    """Return x[index]. The gradient of x[i] is that of result `inverse[i]`, or 0 where `has_no_gradient`.
 
-    If a row of x is selected several times, only entry `inverse[i]` is read. The caller ensures that the others are
-    fillers or padding, which have no gradient, so nothing is added up, unlike in the gradient of `index_select`.
+    If x[i] is selected several times, only result `inverse[i]` is read. The caller ensures that the others are fillers
+    or padding, which have no gradient, so nothing is added up, unlike in the gradient of `index_select`.
     """
 
     @staticmethod

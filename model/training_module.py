@@ -19,7 +19,7 @@ from data_module.batch import PackedBatch, PaddedBatch, RankBatch, SpecialIds
 from model.backend import Backend, weights_cast_once
 from model.loss import LossSums, label_smoothed_loss
 from model.optimization import LossScaler, build_optimizer, build_schedule, take_step
-from model.packed_attention import packed_segments
+from model.packed_attention import packed_sentences
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.torch_private import default_generator, total_norm
 from model.transformer import PaddedTransformer, Transformer
@@ -100,8 +100,8 @@ class TranslationModule(LightningModule):
             dtype = torch.get_autocast_dtype(device) if autocast else self.network.embedding.weight.dtype
             source = batch.source, batch.source_positions
             target = batch.target_input, batch.target_positions
-            segments = packed_segments(batch, dtype, self.backend.attention)
-            forward = partial(self.compiled_forward or self.network.rows, source, target, segments)
+            sentences = packed_sentences(batch, dtype, self.backend.attention)
+            forward = partial(self.compiled_forward or self.network.rows, source, target, sentences)
         return forward() if passes == 1 else torch.stack([forward() for _ in range(passes)])
 
     def losses(self, batch: PackedBatch | PaddedBatch, scale: Tensor | float | None = None) -> LossSums:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from model.beyond.output_bias import with_bias
 from model.dropout import Dropout
 from model.layers import NORMS, DecoderLayer, EncoderLayer
-from model.packed_attention import Segments
+from model.packed_attention import RowSentences
 from model.settings import NetworkSettings
 
 Cache = list[tuple[Tensor, Tensor, Tensor, Tensor]]
@@ -106,8 +106,8 @@ class Transformer(nn.Module):
         d_model = settings.d_model
         self.settings = settings
         self.vocabulary_size = vocabulary_size
-        # The matrix is drawn with the standard deviation D^-0.5 that suits a projection. As embeddings, its rows times
-        # sqrt(D) are about as large as the positional encodings that are added to them.
+        # The matrix is drawn with the standard deviation D^-0.5 that suits a projection. Times sqrt(D), the embeddings
+        # are about as large as the positional encodings that are added to them.
         self.embedding_scale = math.sqrt(d_model)
         self.embedding = nn.Embedding(vocabulary_size, d_model)
         nn.init.normal_(self.embedding.weight, std=d_model**-0.5)
@@ -152,28 +152,28 @@ class Transformer(nn.Module):
         self,
         source: tuple[Tensor, Tensor],
         target: tuple[Tensor, Tensor],
-        segments: tuple[Segments, Segments, Segments],
+        sentences: tuple[RowSentences, RowSentences, RowSentences],
     ) -> Tensor:
         """Run encoder and decoder over a packed micro-batch: a row of source and a row of target sentences.
 
         Args:
             source: ids and positions [R] of the source row.
             target: ids and positions [M] of the target row; each sentence begins with the begin symbol.
-            segments: which tokens attend to which in the encoder, in the decoder's self-attention and in its
+            sentences: which tokens attend to which in the encoder, in the decoder's self-attention and in its
                 cross-attention.
 
         Returns:
             Decoder states [M, D]: those of each sentence are those of `PaddedTransformer`, to rounding; those of
             padding are finite and have no meaning.
         """
-        encoder_segments, decoder_segments, cross_segments = segments
-        memory = self._embed_rows(*source, encoder_segments.longest)
+        encoder_sentences, decoder_sentences, cross_sentences = sentences
+        memory = self._embed_rows(*source, encoder_sentences.longest)
         for layer in self.encoder:
-            memory = layer.rows(memory, encoder_segments)  # type: ignore[operator]
+            memory = layer.rows(memory, encoder_sentences)  # type: ignore[operator]
         memory = self.encoder_norm(memory).to(memory.dtype)
-        x = self._embed_rows(*target, decoder_segments.longest)
+        x = self._embed_rows(*target, decoder_sentences.longest)
         for layer in self.decoder:
-            x = layer.rows(x, memory, decoder_segments, cross_segments)  # type: ignore[operator]
+            x = layer.rows(x, memory, decoder_sentences, cross_sentences)  # type: ignore[operator]
         return self.decoder_norm(x).to(x.dtype)
 
     def _embed_rows(self, ids: Tensor, positions: Tensor, longest: int) -> Tensor:

@@ -15,13 +15,13 @@ def divergence(logits: Tensor, probabilities: Tensor, alpha: float) -> tuple[Ten
     """Compute alpha * (KL(P || Q) + KL(Q || P)) / 2 of each token, and add its gradient to the probabilities.
 
     Args:
-        logits: [2 tokens, V]; a token has two rows, P in the even one and Q in the odd one.
+        logits: [2 tokens, V]; those of P are at even places, and those of Q after them, at odd ones.
         probabilities: softmax(logits) [2 tokens, V], in the dtype of the results.
         alpha: the weight.
 
     Returns:
-        Half of the divergence for each row [2 tokens, 1], and the probabilities plus the gradient of the divergence by
-        the logits [2 tokens, V].
+        Half of the divergence, twice for each token [2 tokens, 1], and the probabilities plus the gradient of the
+        divergence by the logits [2 tokens, V].
     """
     # log(P / Q) is the difference of the logits plus a constant for each token. The constant is left out, because it
     # cancels: KL(Q || P) has it with the other sign, and the gradient has log(P / Q) - KL(P || Q).

@@ -107,7 +107,7 @@ def choose(log_probabilities: Tensor, uniforms: Tensor, sampling: Sampling) -> T
 
 
 def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Return the first index of each row at which the sum of weights exceeds the random number's share of all."""
+    """Return for each sentence the first index at which the sum of weights exceeds the random number's share of all."""
     sums = weights.cumsum(-1)
     # On a GPU, rounding can make a sum smaller than the one before it.
     is_reached = (sums > uniforms.unsqueeze(-1) * sums[:, -1:]) & (weights > 0.0)

@@ -146,21 +146,21 @@ struct Request {
     Tensor result, gradient;                      // [R, H * V]; the gradient is read in the backward pass
     Tensor grad_queries, grad_keys, grad_values;  // written in the backward pass
     Matrix normalizers;                           // [R, H], their logarithms, in float32; read in the backward pass
-    const int32_t *query_offsets, *key_offsets;   // [segments + 1]
-    int64_t num_segments, num_heads, key_size, value_size, longest;  // longest: keys of a segment at most
+    const int32_t *query_offsets, *key_offsets;   // [sentences + 1]
+    int64_t num_sentences, num_heads, key_size, value_size, longest;  // longest: keys of a sentence at most
     int64_t is_causal, is_backward, is_bfloat16, num_threads;
 };
 
-// One head of one segment, of floats or bfloat16.
+// One head of one sentence, of floats or bfloat16.
 template <class Number>
 class Head {
 public:
     // `memory` has space for `size(request)` numbers.
-    Head(const Request& request, int64_t segment, int64_t head, float* memory)
+    Head(const Request& request, int64_t sentence, int64_t head, float* memory)
         : request_(request), head_(head), key_size_(request.key_size), value_size_(request.value_size) {
-        first_query_ = request.query_offsets[segment], first_key_ = request.key_offsets[segment];
-        num_queries_ = request.query_offsets[segment + 1] - first_query_;
-        num_keys_ = request.key_offsets[segment + 1] - first_key_;
+        first_query_ = request.query_offsets[sentence], first_key_ = request.key_offsets[sentence];
+        num_queries_ = request.query_offsets[sentence + 1] - first_query_;
+        num_keys_ = request.key_offsets[sentence + 1] - first_key_;
         const int64_t width = whole_vectors(request.longest);
         const auto take = [&](int64_t rows, int64_t columns) {
             const Matrix matrix = {memory, columns};
@@ -223,7 +223,7 @@ private:
     int64_t head_, key_size_, value_size_, first_query_, first_key_, num_queries_, num_keys_;
     Matrix weights_, grad_weights_, keys_transposed_, values_transposed_;
     Matrix queries_, grad_queries_, result_;             // of a few queries; the result or its gradient
-    Matrix keys_, values_, grad_keys_, grad_values_;  // of the whole segment
+    Matrix keys_, values_, grad_keys_, grad_values_;  // of the whole sentence
 
     float scale() const { return 1.0f / std::sqrt(float(key_size_)); }
 
@@ -250,20 +250,20 @@ private:
 };
 
 template <class Number>
-void compute(const Request& request, int64_t segment, float* memory) {
+void compute(const Request& request, int64_t sentence, float* memory) {
     for (int64_t head = 0; head < request.num_heads; ++head) {
-        Head<Number> one(request, segment, head, memory);
+        Head<Number> one(request, sentence, head, memory);
         request.is_backward ? one.backward() : one.forward();
     }
 }
 
 }  // namespace
 
-// Compute the forward or the backward pass of all heads of all segments. A query of a segment without keys gets zeros.
+// Compute the forward or the backward pass of all heads of all sentences. A query of one without keys gets zeros.
 // Return 0, or -1 if there is not enough memory.
 extern "C" int64_t compute_attention(const Request* request) {
-    const int64_t count = request->num_segments * request->num_heads;
-    const int64_t scores = request->query_offsets[request->num_segments] * request->longest * request->num_heads;
+    const int64_t count = request->num_sentences * request->num_heads;
+    const int64_t scores = request->query_offsets[request->num_sentences] * request->longest * request->num_heads;
     const int64_t num_threads = std::min({request->num_threads, count, 1 + scores / SCORES_PER_THREAD});
     try {
         const int64_t size = request->is_bfloat16 ? Head<Bfloat16>::size(*request) : Head<float>::size(*request);
@@ -271,8 +271,8 @@ extern "C" int64_t compute_attention(const Request* request) {
         std::atomic<int64_t> next{0};
         run_in_threads(num_threads, [&](int64_t number) {
             float* const own = memory.data() + number * size;
-            for (int64_t segment; (segment = next++) < request->num_segments;)
-                request->is_bfloat16 ? compute<Bfloat16>(*request, segment, own) : compute<float>(*request, segment, own);
+            for (int64_t one; (one = next++) < request->num_sentences;)
+                request->is_bfloat16 ? compute<Bfloat16>(*request, one, own) : compute<float>(*request, one, own);
         });
     } catch (const std::exception&) {
         return -1;

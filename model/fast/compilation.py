@@ -1,12 +1,12 @@
 """The network's forward pass over packed micro-batches through torch.compile.
 
-All micro-batches have rows of the same lengths and one number of segments, so there is one graph.
+All micro-batches have rows of the same lengths and one number of sentences, so there is one graph.
 """
 
 import torch
 from torch import Tensor
 
-from model.packed_attention import Segments
+from model.packed_attention import RowSentences
 from model.transformer import Transformer
 
 
@@ -26,9 +26,9 @@ class CompiledForward:
         self,
         source: tuple[Tensor, Tensor],
         target: tuple[Tensor, Tensor],
-        segments: tuple[Segments, Segments, Segments],
+        sentences: tuple[RowSentences, RowSentences, RowSentences],
     ) -> Tensor:
         """Return decoder states [M, D]; see `Transformer.rows`."""
         # Raise for positions that are too large here, not inside a graph.
-        self._network.positions(0, segments[0].longest)
-        return self._compiled(source, target, segments)
+        self._network.positions(0, sentences[0].longest)
+        return self._compiled(source, target, sentences)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from model.attention import attention
-from model.packed_attention import RowAttention, Segments, split_inputs
+from model.packed_attention import RowAttention, RowSentences, split_inputs
 
 SOURCES = tuple(Path(__file__).parent / name for name in ("attention.cpp", "vectors.h"))
 """The program and its header."""
@@ -32,7 +32,7 @@ class _Request(ctypes.Structure):
         *((f"grad_{name}", _Matrix) for name in ("queries", "keys", "values")),
         ("normalizers", _Matrix),
         *((name, ctypes.c_void_p) for name in ("query_offsets", "key_offsets")),
-        *((name, ctypes.c_int64) for name in ("num_segments", "num_heads", "key_size", "value_size", "longest")),
+        *((name, ctypes.c_int64) for name in ("num_sentences", "num_heads", "key_size", "value_size", "longest")),
         *((name, ctypes.c_int64) for name in ("is_causal", "is_backward", "is_bfloat16", "num_threads")),
     )
 
@@ -63,18 +63,18 @@ class CompiledAttention:
         return CompiledAttention, (self._path,)
 
     def attention(self) -> RowAttention:
-        """Return the program as an implementation for `packed_segments`."""
+        """Return the program as an implementation for `packed_sentences`."""
         return RowAttention("C++", self.attend, constant_rows=False)
 
-    def attend(self, inputs: list[Tensor], segments: Segments, num_heads: int, d_k: int, dropout: float) -> Tensor:
+    def attend(self, inputs: list[Tensor], sentences: RowSentences, num_heads: int, d_k: int, dropout: float) -> Tensor:
         """Do what `model.packed_attention.flash_attention` does, for types and sizes of heads that the program takes.
 
         The GIL is released.
 
-        Raises MemoryError if there is no memory for one head of the longest segment.
+        Raises MemoryError if there is no memory for one head of the longest sentence.
         """
         assert not dropout
-        result: Tensor = _Attend.apply(self, segments, num_heads, d_k, *inputs)
+        result: Tensor = _Attend.apply(self, sentences, num_heads, d_k, *inputs)
         return result
 
     def run(
@@ -83,7 +83,7 @@ class CompiledAttention:
         result: Tensor,
         normalizers: Tensor,
         written: list[Tensor] | None,
-        segments: Segments,
+        sentences: RowSentences,
         num_heads: int,
         d_k: int,
     ) -> None:
@@ -94,12 +94,12 @@ class CompiledAttention:
             result: [R, H * V], which is written; for gradients, the gradient of the result, which is read.
             normalizers: float32 [R, H], the logarithms of the normalizers of softmax; read for gradients.
             written: the gradients of the inputs; None to compute the result.
-            segments: which tokens attend to which.
+            sentences: which tokens attend to which.
             num_heads: H.
             d_k: K.
         """
         gradients = inputs if written is None else written
-        offsets = segments.query_offsets, segments.key_offsets
+        offsets = sentences.query_offsets, sentences.key_offsets
         assert inputs[0].dtype in DTYPES
         for x in (*inputs, result, normalizers, *gradients, *offsets):
             assert x.is_contiguous()
@@ -117,7 +117,7 @@ class CompiledAttention:
             d_k,
             d_v,
             int(offsets[1].diff().max()),
-            segments.is_causal,
+            sentences.is_causal,
             written is not None,
             inputs[0].dtype == torch.bfloat16,
             torch.get_num_threads(),
@@ -129,15 +129,15 @@ class CompiledAttention:
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, program: CompiledAttention, segments: Segments, num_heads: int, d_k: int, *inputs: Tensor
+        ctx: Any, program: CompiledAttention, sentences: RowSentences, num_heads: int, d_k: int, *inputs: Tensor
     ) -> Tensor:
         values = split_inputs(list(inputs), num_heads * d_k)[2]
         result = inputs[0].new_empty(inputs[0].size(0), values.size(1))
         normalizers = torch.empty(inputs[0].size(0), num_heads)
-        program.run(list(inputs), result, normalizers, None, segments, num_heads, d_k)
-        result[segments.query_offsets[-1] :] = 0.0
+        program.run(list(inputs), result, normalizers, None, sentences, num_heads, d_k)
+        result[sentences.query_offsets[-1] :] = 0.0
         ctx.save_for_backward(*inputs, normalizers)
-        ctx.arguments = program, segments, num_heads, d_k
+        ctx.arguments = program, sentences, num_heads, d_k
         return result
 
     @staticmethod
@@ -146,9 +146,9 @@ class _Attend(torch.autograd.Function):
         *inputs, normalizers = ctx.saved_tensors
         written = [torch.empty_like(x) for x in inputs]
         program.run(inputs, gradients[0].contiguous(), normalizers, written, *arguments)
-        segments = arguments[0]
-        written[0][segments.query_offsets[-1] :] = 0.0
-        written[-1][segments.key_offsets[-1] :] = 0.0
+        sentences = arguments[0]
+        written[0][sentences.query_offsets[-1] :] = 0.0
+        written[-1][sentences.key_offsets[-1] :] = 0.0
         return None, None, None, None, *written
 
 
@@ -161,12 +161,12 @@ def _agrees_on(program: CompiledAttention, dtype: torch.dtype, is_causal: bool) 
     # Lengths beside those of vectors and of tiles.
     lengths, num_heads, size = (1, 7, 8, 17, 40, 55), 2, HEAD_MULTIPLE
     offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    segments = Segments(offsets, offsets, max(lengths), is_causal)
+    sentences = RowSentences(offsets, offsets, max(lengths), is_causal)
     generator = torch.Generator().manual_seed(1)
     projected = torch.randn(sum(lengths), 3 * num_heads * size, generator=generator).to(dtype)
     wrong = projected.clone()
     wrong[0, 0] = math.nan
-    if program.attend([wrong], segments, num_heads, size, 0.0)[0, :size].isfinite().any():
+    if program.attend([wrong], sentences, num_heads, size, 0.0)[0, :size].isfinite().any():
         return False  # -ffast-math lets a compiler assume that there is no NaN; refuse such a build.
 
     def sentence_by_sentence(x: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ def _agrees_on(program: CompiledAttention, dtype: torch.dtype, is_causal: bool) 
         return torch.cat(results)
 
     results = []
-    for attend in (lambda x: program.attend([x], segments, num_heads, size, 0.0), sentence_by_sentence):
+    for attend in (lambda x: program.attend([x], sentences, num_heads, size, 0.0), sentence_by_sentence):
         leaf = projected.clone().requires_grad_()
         with torch.enable_grad():
             result = attend(leaf)

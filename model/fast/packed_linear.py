@@ -1,8 +1,8 @@
 """Linear layers with packed weights, for decoding in float32 on an x86 CPU.
 
 For float32 products, PyTorch calls MKL, which converts the weight to its internal layout in each call. oneDNN, which
-PyTorch includes, accepts a weight that was converted once. For the few rows of a decoding step this is two to three
-times as fast. On AMD CPUs, where MKL does not use AVX-512, it is twice as fast for many rows too (torch 2.13). The
+PyTorch includes, accepts a weight that was converted once. For the few vectors of a decoding step this is two to three
+times as fast. On AMD CPUs, where MKL does not use AVX-512, it is twice as fast for many vectors too (torch 2.13). The
 results differ by rounding.
 """
 

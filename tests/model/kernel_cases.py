@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model.packed_attention import RowAttention, Segments
+from model.packed_attention import RowAttention, RowSentences
 from tests.model.sentence_batches import attention_of_parts
 
 UNUSED = 5
@@ -80,7 +80,7 @@ def run_attention(
     assert attention.function is not None
     sides = sentences if kind == "cross" else (sentences.queries,) * 2
     queries, keys = (torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32) for lengths in sides)
-    own = Segments(queries, keys, 0, kind == "causal")
+    own = RowSentences(queries, keys, 0, kind == "causal")
     return attention.function(tensors, own, heads.count, heads.d_k, 0.0)
 
 

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from data_module.batch import PackedBatch, PaddedBatch, RankBatch, RowShape, SpecialIds, collate
 from data_module.corpus.store import ParallelCorpus
 from model.loss import label_smoothed_loss
-from model.packed_attention import PLAIN_ATTENTION, RowAttention, Segments, packed_segments
+from model.packed_attention import PLAIN_ATTENTION, RowAttention, RowSentences, packed_sentences
 from model.transformer import PaddedTransformer, Transformer
 
 PAD, BOS, EOS, VOCABULARY = 0, 1, 2, 50
@@ -87,12 +87,12 @@ def packed(micro_batches: list[Lengths], shape: RowShape | None = None, **option
 
 def arguments(
     batch: PackedBatch, dtype: torch.dtype = torch.float32, attention: RowAttention = PLAIN_ATTENTION
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[Segments, Segments, Segments]]:
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[RowSentences, RowSentences, RowSentences]]:
     """Return the arguments of `Transformer.rows`."""
     return (
         (batch.source, batch.source_positions),
         (batch.target_input, batch.target_positions),
-        packed_segments(batch, dtype, attention),
+        packed_sentences(batch, dtype, attention),
     )
 
 
@@ -152,23 +152,23 @@ def attention_of_parts(
     return result.flatten(1)
 
 
-def sentence_by_sentence(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+def sentence_by_sentence(query: Tensor, key: Tensor, value: Tensor, sentences: RowSentences) -> Tensor:
     """Stand in for variable-length flash attention, which needs a GPU."""
     parts = []
-    for offsets in (segments.query_offsets.tolist(), segments.key_offsets.tolist()):
-        assert max(end - start for start, end in pairwise(offsets)) <= segments.longest
+    for offsets in (sentences.query_offsets.tolist(), sentences.key_offsets.tolist()):
+        assert max(end - start for start, end in pairwise(offsets)) <= sentences.longest
         parts.append([slice(*ends) for ends in pairwise(offsets)])
-    return attention_of_parts((query, key, value), zip(*parts, strict=True), segments.is_causal)
+    return attention_of_parts((query, key, value), zip(*parts, strict=True), sentences.is_causal)
 
 
-def masked_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, sentences: RowSentences) -> Tensor:
     """Stand in for variable-length flash attention, which needs a GPU, in a form that the compiler can trace."""
     own, other = (
         torch.searchsorted(offsets, torch.arange(rows.size(0), dtype=offsets.dtype), right=True)
-        for offsets, rows in ((segments.query_offsets, query), (segments.key_offsets, key))
+        for offsets, rows in ((sentences.query_offsets, query), (sentences.key_offsets, key))
     )
     allowed = own[:, None] == other
-    if segments.is_causal:
+    if sentences.is_causal:
         allowed &= torch.ones_like(allowed).tril()
     heads = F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in (query, key, value)), attn_mask=allowed)
     return heads.transpose(0, 1).flatten(1)

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from data_module.batch import PackedBatch
 from model.attention import attention
 from model.packed_attention import (
-    Segments,
+    RowSentences,
     attend_in_groups,
-    packed_segments,
+    packed_sentences,
 )
 from tests.model.kernel_cases import KINDS, UNUSED, Heads, Sentences, check_attention, inputs
 from tests.model.sentence_batches import Lengths, packed, row_shape, upstream
@@ -33,8 +33,8 @@ def batch_of(lengths: Lengths, device: str = "cpu") -> PackedBatch:
     return batch
 
 
-def segments_of(lengths: Lengths, kind: str, dtype: torch.dtype = torch.float64) -> Segments:
-    return packed_segments(batch_of(lengths), dtype)[KINDS.index(kind)]
+def rows_of(lengths: Lengths, kind: str, dtype: torch.dtype = torch.float64) -> RowSentences:
+    return packed_sentences(batch_of(lengths), dtype)[KINDS.index(kind)]
 
 
 def sentences_of(lengths: Lengths, kind: str) -> Sentences:
@@ -46,16 +46,16 @@ def inputs_of(lengths: Lengths, kind: str, dtype: torch.dtype = torch.float64) -
     return inputs(HEADS, sentences_of(lengths, kind), kind, dtype)
 
 
-def plain(tensors: list[Tensor], segments: Segments, dropout: float = 0.0) -> Tensor:
-    return attend_in_groups(partial(attention, dropout=dropout), tensors, segments, HEADS.count, HEADS.d_k)
+def plain(tensors: list[Tensor], rows: RowSentences, dropout: float = 0.0) -> Tensor:
+    return attend_in_groups(partial(attention, dropout=dropout), tensors, rows, HEADS.count, HEADS.d_k)
 
 
 @pytest.mark.parametrize("lengths", [RAGGED, [(300, 280)], [(9, 9)] * 20, [(40, 1), (1, 40)]], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_attention_of_one_sentence_at_a_time(lengths: Lengths, kind: str) -> None:
-    segments = segments_of(lengths, kind)
+    rows = rows_of(lengths, kind)
     sentences = sentences_of(lengths, kind)
-    check_attention(HEADS, sentences, kind, torch.float64, lambda tensors: plain(tensors, segments))
+    check_attention(HEADS, sentences, kind, torch.float64, lambda tensors: plain(tensors, rows))
 
 
 def kept_weights(lengths: Lengths, kind: str, probability: float, seed: int) -> Tensor:
@@ -66,19 +66,19 @@ def kept_weights(lengths: Lengths, kind: str, probability: float, seed: int) -> 
     value = torch.eye(num_keys).double().repeat(1, HEADS.count)
     given = [query, torch.cat([key, value], 1)] if kind == "cross" else [torch.cat([query, key, value], 1)]
     torch.manual_seed(seed)
-    found = plain(given, segments_of(lengths, kind), probability).unflatten(1, (HEADS.count, num_keys))
+    found = plain(given, rows_of(lengths, kind), probability).unflatten(1, (HEADS.count, num_keys))
     return (found.transpose(0, 1) != 0) / (1 - probability)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropout(kind: str) -> None:
     """The weights that are dropped follow from the seed. Both passes are those of plain attention with that mask."""
-    segments = segments_of(RAGGED, kind)
+    rows = rows_of(RAGGED, kind)
 
     def dropped(tensors: list[Tensor]) -> Tensor:
         torch.manual_seed(5)
-        result = plain(tensors, segments, 0.75)
-        assert (plain(tensors, segments, 0.75) - result).abs().max() > 0.1
+        result = plain(tensors, rows, 0.75)
+        assert (plain(tensors, rows, 0.75) - result).abs().max() > 0.1
         return result
 
     kept = kept_weights(RAGGED, kind, 0.75, seed=5)
@@ -93,8 +93,8 @@ def test_16_bits_are_computed_in_float32_on_a_cpu(kind: str, dtype: torch.dtype,
     exact = [x.detach().float().requires_grad_() for x in tensors]
     other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
     with torch.autocast("cpu", other, enabled=autocast):
-        result = plain(tensors, segments_of(RAGGED, kind, dtype))
-    expected = plain(exact, segments_of(RAGGED, kind, torch.float32))
+        result = plain(tensors, rows_of(RAGGED, kind, dtype))
+    expected = plain(exact, rows_of(RAGGED, kind, torch.float32))
     assert torch.equal(result, expected.to(dtype))
     gradient = upstream(result)
     found = torch.autograd.grad(result, tensors, gradient)
@@ -122,15 +122,15 @@ def test_memory_grows_with_the_longest_group() -> None:
     width = HEADS.count * (2 * HEADS.d_k + HEADS.d_v)
     query = torch.randn(batch.source.numel(), width, requires_grad=True)
     with Largest() as noted:
-        encoder, _, _ = packed_segments(batch, torch.float32)
+        encoder, _, _ = packed_sentences(batch, torch.float32)
         plain([query], encoder).sum().backward()
     assert noted.largest <= 3 * max(1000**2, 800 * 30**2)
 
 
 def test_no_offset_is_read_from_the_device() -> None:
     """A tensor on the device `meta` has no numbers: reading one raises."""
-    for kind, segments in zip(KINDS, packed_segments(batch_of(RAGGED, "meta"), torch.float32), strict=True):
+    for kind, rows in zip(KINDS, packed_sentences(batch_of(RAGGED, "meta"), torch.float32), strict=True):
         tensors = [torch.empty_like(x, device="meta", requires_grad=True) for x in inputs_of(RAGGED, kind)]
-        result = plain(tensors, segments)
+        result = plain(tensors, rows)
         result.sum().backward()
         assert result.shape == (len(tensors[0]), HEADS.count * HEADS.d_v)

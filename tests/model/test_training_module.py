@@ -25,7 +25,7 @@ from model.backend import Backend
 from model.decoding import BeamSearch
 from model.loss import label_smoothed_loss
 from model.optimization import OPTIMIZERS, SCHEDULES
-from model.packed_attention import RowAttention, Segments
+from model.packed_attention import RowAttention, RowSentences
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import StepOutputs, TranslationModule
 from model.transformer import PaddedTransformer, Transformer
@@ -270,13 +270,13 @@ def test_r_drop() -> None:
 def test_a_step_uses_the_dtype_of_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     """The dtype decides which kernels are used."""
     module, found = make_module(), []
-    segments, [batch, *_] = model.training_module.packed_segments, make_shares(1)[0].micro_batches
+    plain, [batch, *_] = model.training_module.packed_sentences, make_shares(1)[0].micro_batches
 
-    def note(batch: PackedBatch, dtype: torch.dtype, attention: RowAttention) -> Segments:
+    def note(batch: PackedBatch, dtype: torch.dtype, attention: RowAttention) -> RowSentences:
         found.append(dtype)
-        return segments(batch, dtype, attention)
+        return plain(batch, dtype, attention)
 
-    monkeypatch.setattr(model.training_module, "packed_segments", note)
+    monkeypatch.setattr(model.training_module, "packed_sentences", note)
     with torch.autocast("cpu", torch.bfloat16):
         module.losses(batch)
     module.losses(batch)
