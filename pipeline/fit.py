@@ -30,7 +30,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.doctor.recipe_checks import Report
 from pipeline.doctor.start_checks import check_start, check_trainer
 from pipeline.runtime import signals
-from pipeline.runtime.backend import choose_backend
+from pipeline.runtime.backend_choice import choose_backend
 from pipeline.runtime.compiled_code import start_compiler
 from pipeline.runtime.console import say
 from pipeline.runtime.devices import allow_tf32

@@ -137,7 +137,7 @@ def test_only_the_lightning_module_knows_lightning() -> None:
 
 def test_only_the_backend_and_what_decodes_name_a_fast_path() -> None:
     """Others get it as a function."""
-    may_name = ("model.fast", "pipeline.runtime.backend", "pipeline.inference", "pipeline.export")
+    may_name = ("model.fast", "pipeline.runtime.backend_choice", "pipeline.inference", "pipeline.export")
     for path in FILES:
         module = module_name(path)
         named = {name for name in imported(path) if within(name, "model.fast")}

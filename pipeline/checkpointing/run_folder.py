@@ -349,7 +349,7 @@ class RunFolder:
             _replace(self.path / RUN_ID, run_id.encode())
 
 
-def differences(path: Path, recipe: Recipe, texts_may_change: bool = False) -> tuple[list[str], list[str]]:
+def changes_of_run(path: Path, recipe: Recipe, texts_may_change: bool = False) -> tuple[list[str], list[str]]:
     """Return the differences of recipe and versions from those of the run: forbidden ones, then allowed ones.
 
     With `texts_may_change`, the training pairs are compared elsewhere, so that their files may have other names.
@@ -407,9 +407,9 @@ def _recipe_changes(written: PlainValues, recipe: Recipe, texts_may_change: bool
 def check_same_run(path: Path, recipe: Recipe, texts_may_change: bool = False) -> list[str]:
     """Return the differences of recipe and versions from those of the run, all of which may change on resume.
 
-    Raises InputError for other differences; see `differences` for `texts_may_change`.
+    Raises InputError for other differences; see `changes_of_run` for `texts_may_change`.
     """
-    forbidden, allowed = differences(path, recipe, texts_may_change)
+    forbidden, allowed = changes_of_run(path, recipe, texts_may_change)
     if not forbidden:
         return allowed
     # With --fresh alone, the corpus, which was made by the other recipe, would be refused next.

@@ -28,7 +28,7 @@ AVERAGED = 5
 SAMPLES = 6
 
 
-class Stage(NamedTuple):
+class StageResult(NamedTuple):
     """Time and output of a command."""
 
     seconds: float
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run all stages and print the summary."""
     config = CONFIG if CONFIG.is_file() else shipped_recipes()["demo"]
     run_folder, averaged = arguments.folder, arguments.folder / f"average-last-{AVERAGED}.ckpt"
-    stages: dict[str, Stage] = {}
+    stages: dict[str, StageResult] = {}
 
     def stage(name: str, *words: object, text: str | None = None, module: str = "pipeline") -> None:
         stages[name] = run_stage(name, ["-m", module, *words], text)
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def run_stage(name: str, command: Sequence[object], text: str | None = None) -> Stage:
+def run_stage(name: str, command: Sequence[object], text: str | None = None) -> StageResult:
     """Run `python COMMAND`, with `text` as its standard input; exit if it fails or is interrupted."""
     words = [str(word) for word in command]
     report("")
@@ -81,10 +81,10 @@ def run_stage(name: str, command: Sequence[object], text: str | None = None) -> 
         hint = "run the demo again to continue" if interrupted else "fix the error, then run the demo again"
         report(f"the demo stopped at '{name}'; {hint}")
         sys.exit(INTERRUPTED if interrupted else ended.returncode)
-    return Stage(time.monotonic() - start, ended.stdout)
+    return StageResult(time.monotonic() - start, ended.stdout)
 
 
-def print_summary(stages: dict[str, Stage], run_folder: Path, export: Path, sources: list[str]) -> None:
+def print_summary(stages: dict[str, StageResult], run_folder: Path, export: Path, sources: list[str]) -> None:
     """Print times, scores and sample translations."""
     print("\nStages")
     for name, stage in stages.items():

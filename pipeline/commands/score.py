@@ -17,10 +17,10 @@ import argparse
 from data_module.errors import InputError
 from data_module.system.files import user_path
 from data_module.system.outputs import require_writable
-from pipeline.inference.bundle_folder import bundle_of
+from pipeline.inference.bundle_layout import bundle_of
 from pipeline.inference.file_options import check_files
 from pipeline.inference.options import add_prefix_argument
-from pipeline.inference.text_io import read_pairs
+from pipeline.inference.text_io import translation_pairs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,10 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
     total = None
     if source.is_file() and target.is_file():
         # Check the texts before anything is printed. A pipe can be read only once: it is checked while it is scored.
-        total = sum(1 for _ in read_pairs(source, target, is_list, warn=False))
+        total = sum(1 for _ in translation_pairs(source, target, is_list, warn=False))
     from pipeline.inference.text_scoring import score_text  # torch
 
-    score_text(arguments, read_pairs(source, target, is_list), total)
+    score_text(arguments, translation_pairs(source, target, is_list), total)
     return 0
 
 

@@ -36,7 +36,7 @@ _VALIDATION_INTERVAL = 1000
 """Steps between validations, without `trainer.val_check_interval`."""
 
 
-class Plan:
+class SynthesisPlan:
     """Recipes, and the stages in their order."""
 
     def __init__(self, folder: Path) -> None:
@@ -130,7 +130,7 @@ class Plan:
         return code
 
 
-def make_plan(arguments: argparse.Namespace, recipe: Recipe, folder: Path) -> Plan:
+def make_plan(arguments: argparse.Namespace, recipe: Recipe, folder: Path) -> SynthesisPlan:
     """Check everything, write the files of the plan to a folder and return it; an existing plan is compared instead.
 
     Raises InputError if the recipe, the text or the model cannot be used, or the folder has another plan.
@@ -147,7 +147,7 @@ def make_plan(arguments: argparse.Namespace, recipe: Recipe, folder: Path) -> Pl
     begun = {**json.loads(json.dumps(asked, default=str)), "source_files": prints}
     before = plan_before(folder, begun)
     counts = before["counts"] if before else check_text(recipe.corpus, arguments.text, side=int(is_back))
-    plan = Plan(folder)
+    plan = SynthesisPlan(folder)
     (plan_back_translation if is_back else plan_distillation)(plan, arguments, recipe, model, counts)
     if before is None:
         check_recipe(next(iter(plan.recipes.values())), None, False, Report())
@@ -268,7 +268,7 @@ def check_text(corpus: CorpusSettings, path: Path | None, side: int) -> dict[str
 
 
 def plan_back_translation(
-    plan: Plan, arguments: argparse.Namespace, recipe: Recipe, model: Path | None, counts: dict[str, float]
+    plan: SynthesisPlan, arguments: argparse.Namespace, recipe: Recipe, model: Path | None, counts: dict[str, float]
 ) -> None:
     """Add the stages of back-translation."""
     corpus = recipe.corpus
@@ -311,7 +311,7 @@ def plan_back_translation(
 
 
 def plan_distillation(
-    plan: Plan, arguments: argparse.Namespace, recipe: Recipe, model: Path | None, counts: dict[str, float]
+    plan: SynthesisPlan, arguments: argparse.Namespace, recipe: Recipe, model: Path | None, counts: dict[str, float]
 ) -> None:
     """Add the stages of distillation."""
     assert model is not None

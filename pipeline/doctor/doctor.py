@@ -19,7 +19,7 @@ from pipeline.doctor.recipe_checks import CheckResult, Report, check_recipe
 from pipeline.doctor.start_checks import check_backend, check_disk_space, check_machine, check_start
 from pipeline.inference.pieces import piece_report
 from pipeline.ranks.rank_messages import plain
-from pipeline.ranks.rendezvous import Rendezvous, differences
+from pipeline.ranks.rendezvous import Rendezvous, other_settings
 from pipeline.runtime.console import RendezvousError, UnusableAddressError
 from pipeline.runtime.launch import RANKS_MISSING, JobStep
 from pipeline.training.start import Plan, check_pairs, plan_start
@@ -179,7 +179,7 @@ def agree_on_recipe(
         results = [loaded]
     elif is_first_loaded and not loaded.ok:
         results = [loaded._replace(where=ranks.location)]
-    elif loaded.ok and (different := differences(plain(json.loads(json.dumps(own))), first)):  # as `read` returns it
+    elif loaded.ok and (different := other_settings(plain(json.loads(json.dumps(own))), first)):  # as `read` returns it
         line = f"another recipe than rank 0's: {different}; give all ranks the same"
         results = [CheckResult(False, line, ranks.location)]
     return (recipe if all(is_loaded for is_loaded, _ in everyones) else None), results

@@ -27,7 +27,7 @@ from pipeline.doctor.recipe_checks import CheckResult, Report
 from pipeline.metrics.bleu_tokenizer import require_tokenizer
 from pipeline.metrics.metrics import mode_of
 from pipeline.ranks.rendezvous import check_loopback
-from pipeline.runtime.backend import choose_backend, flash_takes, should_compile
+from pipeline.runtime.backend_choice import choose_backend, flash_takes, should_compile
 from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.devices import (
     ONE_GPU_NOTE,

@@ -8,7 +8,7 @@ from pathlib import Path
 from data_module.errors import InputError
 from data_module.system.files import naming_full_disk, replace_error, replace_folder, write_error
 from data_module.system.outputs import followed, require_own
-from pipeline.inference.bundle_folder import BUNDLE_NAMES, PROGRAM_FILE, bundle_of
+from pipeline.inference.bundle_layout import BUNDLE_NAMES, PROGRAM_FILE, bundle_of
 
 FILES = {
     "torchscript": PROGRAM_FILE,

@@ -7,7 +7,7 @@ from pathlib import Path
 from data_module.system.files import PlainValues
 from data_module.system.outputs import check_outputs, files_of_texts
 from pipeline.checkpointing.run_folder import files_of_run
-from pipeline.inference.bundle_folder import BUNDLE_NAMES, bundle_of
+from pipeline.inference.bundle_layout import BUNDLE_NAMES, bundle_of
 
 _OUTPUTS = ("output", "alignments", "kept_source", "kept_target", "folder")
 """Arguments that name what a command writes; all other paths among its arguments are read."""

@@ -14,9 +14,9 @@ from data_module.tokenization.text_form import SHAPE
 from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
 from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
 from pipeline.config.recipe import Recipe, stored_settings
-from pipeline.inference.bundle_folder import CARD_FILE, PROGRAM_FILE, START_OVER, bundle_of, parse_card
+from pipeline.inference.bundle_layout import CARD_FILE, PROGRAM_FILE, START_OVER, bundle_of, parse_card
 from pipeline.inference.translator import Translator
-from pipeline.runtime.backend import choose_search
+from pipeline.runtime.backend_choice import choose_search
 from pipeline.runtime.console import report
 from pipeline.runtime.memory import limit_onednn_cache
 

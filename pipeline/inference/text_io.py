@@ -187,7 +187,7 @@ class Pair(NamedTuple):
     target: str
 
 
-def read_pairs(source: Path, target: Path, is_list: bool, *, warn: bool = True) -> Iterator[Pair]:
+def translation_pairs(source: Path, target: Path, is_list: bool, *, warn: bool = True) -> Iterator[Pair]:
     """Yield the pairs of two texts; `is_list` tells whether `target` is an n-best list.
 
     Raises InputError if a file cannot be read, the texts do not pair up or are empty, or `target` is no n-best list.

@@ -18,7 +18,7 @@ from pipeline.inference.file_options import check_files
 from pipeline.inference.loading import load_translator, require_direction
 from pipeline.inference.options import with_prefix
 from pipeline.inference.scoring import Alignment, Pieces, Scorer, dual_cross_entropy
-from pipeline.inference.text_io import CHUNK, Pair, read_pairs
+from pipeline.inference.text_io import CHUNK, Pair, translation_pairs
 from pipeline.inference.translator import Hypothesis, Translator
 from pipeline.runtime.console import ReaderGone
 
@@ -142,7 +142,7 @@ def _write_kept(arguments: argparse.Namespace, costs: np.ndarray) -> None:
         raise InputError(f"--keep {arguments.keep:g}: no pair is left; give a larger share, or texts with more pairs")
     kept = np.zeros(len(costs), dtype=bool)
     kept[np.argsort(costs, kind="stable")[:count]] = True
-    pairs = read_pairs(arguments.source, arguments.target, False, warn=False)
+    pairs = translation_pairs(arguments.source, arguments.target, False, warn=False)
     with output_file(arguments.kept_source) as source, output_file(arguments.kept_target) as target:
         for pair, is_kept in zip(pairs, kept.tolist(), strict=True):
             if is_kept:

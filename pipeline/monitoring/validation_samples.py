@@ -25,7 +25,7 @@ _COLUMN_PADDING = 40 * "\u00a0"
 """Keeps TensorBoard from making the first column too narrow for its numbers."""
 
 
-class Translation(NamedTuple):
+class ScoredTranslation(NamedTuple):
     """The translation of a validation pair."""
 
     score: float
@@ -68,8 +68,8 @@ class ValidationSamples(Callback):
         self._bleu_tokenizer, self._text_sources = bleu_tokenizer, text_sources
         names = text_sources.names if text_sources else ()
         self._metrics = ValidationMetrics(bleu_tokenizer, names, [*requested, best_by])
-        self._kept: dict[int, Translation] = {}
-        self._worst: list[Translation] = []
+        self._kept: dict[int, ScoredTranslation] = {}
+        self._worst: list[ScoredTranslation] = []
         self._best_by = best_by
         self.best_score: float | None = None
 
@@ -105,7 +105,7 @@ class ValidationSamples(Callback):
         source = int(self._text_sources.of_pair[pairs[0]]) if self._text_sources else 0
         self._metrics.update(texts, references, ids, source_lengths, source)
         rows = zip(self._metrics.sentence_scores, pairs, texts, ids, strict=True)
-        translations = [Translation(*row) for row in rows]
+        translations = [ScoredTranslation(*row) for row in rows]
         self._kept.update((made.pair, made) for made in translations if made.pair in self._shown)
         self._worst = heapq.nsmallest(NUM_WORST, [*self._worst, *translations])
 
@@ -141,7 +141,7 @@ class ValidationSamples(Callback):
         """Make `translation` available for these pairs, as it is for `samples`."""
         self._shown.update(pairs)
 
-    def translation(self, pair: int) -> Translation:
+    def translation(self, pair: int) -> ScoredTranslation:
         """Return the last validation's translation of a pair that is kept."""
         return self._kept[pair]
 
@@ -157,12 +157,12 @@ class ValidationSamples(Callback):
     def _gather(self) -> None:
         """Collect the translations of all ranks."""
         own = list(self._kept.values()), self._worst
-        gathered = [[[Translation(*one) for one in part] for part in parts] for parts in value_of_each_rank(own)]
+        gathered = [[[ScoredTranslation(*one) for one in part] for part in parts] for parts in value_of_each_rank(own)]
         for kept, _ in gathered:
             self._kept |= {translation.pair: translation for translation in kept}
         self._worst = heapq.nsmallest(NUM_WORST, [translation for _, worst in gathered for translation in worst])
 
-    def _table(self, translations: list[Translation]) -> str:
+    def _table(self, translations: list[ScoredTranslation]) -> str:
         rows = [
             (f"{score:.1f}", self._sources[pair], self._references[pair], text) for score, pair, text, _ in translations
         ]

@@ -226,7 +226,7 @@ class Rendezvous:
         while self.rank and not store.check([_connected(0)]):
             self._wait_for_rank_0(["it has not connected"])
         first = read(store, _connected(0)) if self.rank else own
-        if different := differences(own["settings"], first["settings"]):
+        if different := other_settings(own["settings"], first["settings"]):
             mistake = (
                 f"rank {self.rank} on {own['node']} was started otherwise than rank 0: {different}; start all ranks of"
                 " a step by the same command"
@@ -342,7 +342,7 @@ def not_connected(backend: str, where: str, error: Exception) -> RendezvousError
     )
 
 
-def differences(theirs: Mapping[str, object], ours: Mapping[str, object]) -> str:
+def other_settings(theirs: Mapping[str, object], ours: Mapping[str, object]) -> str:
     """Return the first settings of a rank that differ from those of rank 0; empty if none do."""
     keys = [key for key in {**ours, **theirs} if theirs.get(key) != ours.get(key)]
     return first_of([f"{key} {theirs.get(key)}, not {ours.get(key)}" for key in keys])

@@ -40,7 +40,7 @@ from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
 from model.training_module import TranslationModule
 from pipeline.config.recipe import add_recipe_arguments, load_recipe
 from pipeline.monitoring.performance import MatrixProduct, flops_per_target_token
-from pipeline.runtime.backend import choose_backend
+from pipeline.runtime.backend_choice import choose_backend
 from pipeline.runtime.console import quiet_lightning, say
 from pipeline.runtime.devices import TrainerOptions, allow_tf32
 from pipeline.training.build import build_data, build_module, refuse_optimizer

@@ -25,7 +25,7 @@ from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import TranslationModule
 from pipeline.checkpointing.callback import EMA
 from pipeline.monitoring.training_monitor import TrainingMonitor
-from pipeline.runtime.backend import choose_backend
+from pipeline.runtime.backend_choice import choose_backend
 from pipeline.runtime.lightning_private import SingleStreamDDP, precision_plugin
 from pipeline.training.memory_probe import MemoryProbe
 from tests.benchmark.train import PeakMemory

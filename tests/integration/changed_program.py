@@ -27,7 +27,7 @@ from model.fast.compilation import CompiledForward
 from model.loss import LossSums
 from model.training_module import StepOutputs, TranslationModule
 from pipeline.__main__ import main
-from pipeline.runtime import backend
+from pipeline.runtime import backend_choice
 from pipeline.runtime.launch import process_rank
 from pipeline.runtime.lightning_private import SingleStreamDDP, call_as_step
 from pipeline.training import memory_probe
@@ -37,7 +37,7 @@ from tests.model.sentence_batches import masked_attention, packed, sentence_by_s
 training_step = TranslationModule.training_step
 losses = TranslationModule.losses
 all_reduce = dist.all_reduce
-choose_backend = backend.choose_backend
+choose_backend = backend_choice.choose_backend
 
 
 def nan_loss() -> None:
@@ -114,7 +114,7 @@ def other_backend() -> None:
             return chosen
         return replace(chosen, attention=packed_attention.FLASH_ATTENTION, notes=("no compiler",))
 
-    backend.choose_backend = changed
+    backend_choice.choose_backend = changed
 
     # PyTorch's kernel runs on GPUs only.
     def computed(*arguments: object) -> Tensor:
@@ -216,7 +216,7 @@ def compile_network() -> None:
         (Path(os.environ["COUNTS"]) / f"{module.global_rank}.json").write_text(json.dumps(result))
 
     memory_probe.can_measure_peak = lambda: False  # on a CPU it would try, and compile, parts of a micro-batch
-    backend.choose_backend = changed
+    backend_choice.choose_backend = changed
     packed_attention._flash = masked_attention
     SingleStreamDDP.__init__ = partialmethod(SingleStreamDDP.__init__, bucket_cap_mb=1)  # type: ignore[assignment]
     TranslationModule.on_train_start = rehearse  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ Step = dict[int, list[int]]
 """The pairs that each rank trained on."""
 
 
-class Stage:
+class RecordedFit:
     def __init__(self, records: Path, *command: object, kill_after: Path | None = None) -> None:
         records.mkdir()
         node = records.with_name(f"{records.name}-node")  # has no plan of an epoch from another start
@@ -52,15 +52,15 @@ def test_resuming_with_one_two_three_and_one_ranks(recipe_file: Path, tmp_path: 
     command += ["--trainer.val_check_interval", 10, "--run.keep_last", 100]
     whole, run = tmp_path / "whole", tmp_path / "elastic"
     last = 48
-    alone = Stage(tmp_path / "alone", *command, "--run.folder", whole, "--trainer.max_steps", last)
+    alone = RecordedFit(tmp_path / "alone", *command, "--run.folder", whole, "--trainer.max_steps", last)
 
-    stages: list[Stage] = []
+    stages: list[RecordedFit] = []
     begins = [1]
     for ranks, end in ((1, 9), (2, 25), (3, 33), (1, last)):
         # The two ranks are killed in the second epoch, some time after step 20; the other stages run to their end.
         killed = run / "checkpoints" / "step=00000020.ckpt" if ranks == 2 else None
         options = ["--run.folder", run, "--trainer.devices", ranks, "--trainer.max_steps", 1000 if killed else end]
-        stages.append(Stage(tmp_path / f"stage{len(stages)}", *command, *options, kill_after=killed))
+        stages.append(RecordedFit(tmp_path / f"stage{len(stages)}", *command, *options, kill_after=killed))
         newest = checkpoints(run)[-1]
         state = position(torch.load(newest, weights_only=True, mmap=True))
         assert state["next_batch"] > 0  # inside an epoch

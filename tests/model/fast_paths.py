@@ -25,7 +25,7 @@ from model.loss import label_smoothed_loss
 from model.packed_attention import FLASH_ATTENTION, RowAttention
 from model.settings import NetworkSettings
 from model.transformer import PaddedTransformer, Transformer
-from pipeline.runtime.backend import load_compiled_attention, load_compiled_search
+from pipeline.runtime.backend_choice import load_compiled_attention, load_compiled_search
 from tests.model import kernel_cases
 from tests.model.search_truth import LENGTHS, exact, make_sources, trained_network
 from tests.model.sentence_batches import PAD, VOCABULARY, arguments, masked_attention, packed, upstream

@@ -21,7 +21,7 @@ from model.decoding import BeamResult, BeamSearch
 from model.fast.compiled_search import CompiledSearch
 from model.settings import NetworkSettings
 from model.transformer import PaddedTransformer, Transformer
-from pipeline.runtime.backend import load_compiled_search
+from pipeline.runtime.backend_choice import load_compiled_search
 
 Network = Transformer | PaddedTransformer
 PAD, UNK, BOS, EOS = 0, 1, 2, 3

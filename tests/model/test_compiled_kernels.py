@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from model.fast.compiled_attention import DTYPES, CompiledAttention
-from pipeline.runtime.backend import load_compiled_attention
+from pipeline.runtime.backend_choice import load_compiled_attention
 from tests.model.kernel_cases import CROSS, EDGES, Heads, Sentences, inputs, run_attention
 
 HEADS = Heads(4, 16, 32)

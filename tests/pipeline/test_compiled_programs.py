@@ -17,7 +17,7 @@ from model.backend import PYTORCH_SEARCH
 from model.fast import compiled_attention, compiled_search
 from model.packed_attention import PLAIN_ATTENTION
 from model.settings import NetworkSettings
-from pipeline.runtime.backend import choose_backend, load_compiled_attention, load_compiled_search
+from pipeline.runtime.backend_choice import choose_backend, load_compiled_attention, load_compiled_search
 from pipeline.runtime.compiled_code import Program, build, find_compiler, load_program
 from tests.conftest import run_here
 

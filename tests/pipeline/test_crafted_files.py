@@ -30,7 +30,7 @@ from data_module.translation_data_module import TranslationDataModule
 from model.settings import NetworkSettings
 from pipeline.checkpointing.checkpoint import load_model, read_checkpoint
 from pipeline.checkpointing.resume_point import read_resume_point
-from pipeline.checkpointing.run_folder import differences, is_run, latest_valid, read_metrics
+from pipeline.checkpointing.run_folder import changes_of_run, is_run, latest_valid, read_metrics
 from pipeline.checkpointing.weights_only import load_weights_only
 from pipeline.config.recipe import load_recipe
 from pipeline.config.recipe_files import MOST_BYTES, compose
@@ -467,7 +467,7 @@ READ: dict[str, Callable[[Path], object]] = {
     "corpus/validation.source.offsets.npy": open_data,
     "corpus/validation.source.txt": lambda corpus: open_data(corpus).validation_text(),
     "run/config.yaml": is_run,
-    "run/versions.json": lambda run: differences(run, load_recipe([run / "config.yaml"])),
+    "run/versions.json": lambda run: changes_of_run(run, load_recipe([run / "config.yaml"])),
     "run/stopped-early.json": lambda run: finished_reason(load_recipe([run / "config.yaml"]), run, 5),
     "run/metrics.jsonl": lambda run: list(read_metrics(run)),
     "run/recipe.yaml": lambda run: load_recipe([run / "recipe.yaml"]),

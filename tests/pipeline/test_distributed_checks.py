@@ -190,7 +190,7 @@ def test_a_task_that_sees_one_gpu_trains_on_it(local_rank: int, one_gpu: pytest.
     results = list(check_machine(step))
     assert [result.message for result in results if not result.ok and "torch" not in result.message] == []
     assert [result.message for result in results if result.is_warning] == [ONE_GPU_NOTE]
-    one_gpu.setattr("pipeline.runtime.backend.missing_compiler", lambda: "has no compiler")
+    one_gpu.setattr("pipeline.runtime.backend_choice.missing_compiler", lambda: "has no compiler")
     check_trainer(demo_recipe(), step, Report())
 
     options = trainer_options({"max_steps": 1}, step, 60)

@@ -343,7 +343,7 @@ def built(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         patch.setitem(READERS, "own", OwnReader)
         patch.setitem(OPTIMIZERS, "own", own_optimizer)
         # Nothing is compiled here.
-        patch.setattr("pipeline.runtime.backend.missing_compiler", lambda: None)
+        patch.setattr("pipeline.runtime.backend_choice.missing_compiler", lambda: None)
         # As torchrun starts the first of two nodes; the last variable is one that Trainer sets, as the benchmark is.
         environment: dict[str, object] = {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "RANK": 0, "LOCAL_RANK": 0}
         environment |= dict.fromkeys(("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"), 1)

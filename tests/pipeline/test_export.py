@@ -25,7 +25,7 @@ from pipeline.export.card import readme
 from pipeline.export.exported_program import ExportedSearch
 from pipeline.export.formats import FORMATS, Bundle
 from pipeline.export.parity import Text
-from pipeline.inference.bundle_folder import bundle_of
+from pipeline.inference.bundle_layout import bundle_of
 from pipeline.inference.loading import load_torchscript, load_translator
 from pipeline.inference.translator import Translator
 from tests.conftest import refusal, run_here

@@ -31,9 +31,9 @@ from pipeline.checkpointing.run_folder import (
     METRICS,
     RUN_ID,
     RunFolder,
+    changes_of_run,
     check_same_run,
     check_writable,
-    differences,
     is_run,
     read_metrics,
     reset_marker,
@@ -71,12 +71,12 @@ def write_run(recipe: Recipe) -> Path:
 
 
 def test_differences_to_another_recipe(recipe: Recipe) -> None:
-    assert differences(recipe.run_folder(), recipe) == ([], [])
+    assert changes_of_run(recipe.run_folder(), recipe) == ([], [])
     run = write_run(recipe)
-    assert differences(run, recipe) == ([], [])
+    assert changes_of_run(run, recipe) == ([], [])
     run_versions = {**json.loads((run / "versions.json").read_text()), "torch": "2.10.0", "host": "another"}
     (run / "versions.json").write_text(json.dumps(run_versions))
-    assert differences(run, recipe) == ([], [f'torch was "2.10.0", now "{version("torch")}"'])
+    assert changes_of_run(run, recipe) == ([], [f'torch was "2.10.0", now "{version("torch")}"'])
     # Sections are in the order of the recipe files.
     assert list(yaml.safe_load((run / "config.yaml").read_text())) == list(recipe.as_dict())
 
@@ -88,13 +88,13 @@ def test_a_setting_newer_than_the_run_has_its_default(recipe: Recipe, capsys: py
     del config_values["training"]["adam_epsilon"]
     config_values["run"] |= {"kernels": "triton", "cuda_graphs": True}
     (run / "config.yaml").write_text(yaml.safe_dump(config_values))
-    assert (differences(run, recipe), capsys.readouterr().err) == (([], []), "")
+    assert (changes_of_run(run, recipe), capsys.readouterr().err) == (([], []), "")
     other = replace(recipe, training=replace(recipe.training, adam_epsilon=1e-6))
-    assert differences(run, other)[0] == [f"training.adam_epsilon was {recipe.training.adam_epsilon}, now 1e-06"]
+    assert changes_of_run(run, other)[0] == [f"training.adam_epsilon was {recipe.training.adam_epsilon}, now 1e-06"]
     # A setting that this version does not have is a difference.
     config_values["training"]["momentum"] = 0.5
     (run / "config.yaml").write_text(yaml.safe_dump(config_values))
-    assert "training.momentum was 0.5, now null" in differences(run, recipe)[0]
+    assert "training.momentum was 0.5, now null" in changes_of_run(run, recipe)[0]
 
 
 def test_a_folder_that_holds_only_the_lock_is_removed(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_refusal_names_a_few_differences(recipe: Recipe) -> None:
 def test_where_the_schedule_ends_may_not_change(recipe: Recipe) -> None:
     recipe = replace(recipe, training=replace(recipe.training, schedule="cosine", peak_learning_rate=1e-3))
     longer = replace(recipe, trainer={**recipe.trainer, "max_steps": 77777})
-    [change], allowed = differences(write_run(recipe), longer)
+    [change], allowed = changes_of_run(write_run(recipe), longer)
     assert change.endswith(", now 77777, where training.schedule cosine ends")
     assert allowed == []
 
@@ -299,7 +299,7 @@ def test_which_settings_a_run_may_change(recipe: Recipe) -> None:
         (changed[section] if section else changed)[name] = value
     path = run.with_name("changed.yaml")
     path.write_text(yaml.safe_dump(changed))
-    forbidden, allowed = differences(run, load_recipe([path]))
+    forbidden, allowed = changes_of_run(run, load_recipe([path]))
     for lines, expected in ((forbidden, MAY_NOT_CHANGE), (allowed, MAY_CHANGE)):
         assert [line.split(" ")[0] for line in lines] == sorted(expected)
         assert all(line.endswith(f", now {json.dumps(expected[line.split(' ')[0]])}") for line in lines)
@@ -310,11 +310,11 @@ def test_texts_may_have_other_names_where_their_pairs_are_compared(recipe: Recip
     names = {split: [TextSource(f"{split}.en", f"{split}.de")] for split in ("train", "validation", "test")}
     renamed = replace(recipe, corpus=replace(recipe.corpus, **names))
     keys = [f"corpus.{split}" for split in sorted(names)]
-    forbidden, allowed = differences(write_run(recipe), renamed, texts_may_change=True)
+    forbidden, allowed = changes_of_run(write_run(recipe), renamed, texts_may_change=True)
     assert (forbidden, [line.split(":")[0] for line in allowed]) == ([], keys)
     weighted = replace(renamed, corpus=replace(renamed.corpus, train=[replace(names["train"][0], weight=2.0)]))
     for stored, now in ((recipe, weighted), (weighted, recipe)):
-        forbidden, _ = differences(write_run(stored), now, texts_may_change=True)
+        forbidden, _ = changes_of_run(write_run(stored), now, texts_may_change=True)
         assert [line.split(":")[0] for line in forbidden] == keys
 
 
@@ -335,7 +335,7 @@ def test_depths_may_be_written_in_two_ways(recipe: Recipe) -> None:
     run, depth = write_run(recipe), recipe.network.num_layers
 
     def forbidden(**depths: int) -> list[str]:
-        return differences(run, replace(recipe, network=replace(recipe.network, **depths)))[0]
+        return changes_of_run(run, replace(recipe, network=replace(recipe.network, **depths)))[0]
 
     assert forbidden(num_encoder_layers=depth) == []
     assert forbidden(num_layers=9, num_encoder_layers=depth, num_decoder_layers=depth) == []

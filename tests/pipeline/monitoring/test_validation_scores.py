@@ -18,7 +18,7 @@ from model.training_module import TranslationModule
 from pipeline.metrics.metrics import METRICS, ExactMatch
 from pipeline.monitoring.run_log import RunLog
 from pipeline.monitoring.validation_metrics import ValidationMetrics, quality
-from pipeline.monitoring.validation_samples import NUM_WORST, Translation, ValidationSamples
+from pipeline.monitoring.validation_samples import NUM_WORST, ScoredTranslation, ValidationSamples
 from tests.pipeline.test_metrics import Lines
 
 HYPOTHESES = ["the cat sat on the mat", "a dog runs through deep snow", "", "he says nothing at all today"]
@@ -123,7 +123,7 @@ def test_a_registered_metric_is_computed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert metric.signatures().endswith("; compute words:split")
 
 
-def validate(corpus: Path, num_ranks: int) -> tuple[dict[str, float], list[Translation], int]:
+def validate(corpus: Path, num_ranks: int) -> tuple[dict[str, float], list[ScoredTranslation], int]:
     """Return scores and worst translations of all ranks, and the number of fillers. Each source is its translation."""
     tokenizer = Tokenizer.load(corpus / "tokenizer.model")
     special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)

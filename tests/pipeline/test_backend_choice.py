@@ -18,7 +18,7 @@ from model.layers import NORMS
 from model.packed_attention import FLASH_ATTENTION, PLAIN_ATTENTION
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import TranslationModule
-from pipeline.runtime.backend import choose_backend, compiled_search
+from pipeline.runtime.backend_choice import choose_backend, compiled_search
 
 ON_GPU = {"accelerator": "gpu", "precision": "bf16-mixed"}
 NETWORK = NetworkSettings()
