@@ -375,8 +375,9 @@ def changes_of_run(path: Path, recipe: Recipe, texts_may_change: bool = False) -
 
 def stored_recipe(path: Path) -> Recipe | None:
     """Return the recipe of a run folder; None if it has none that this version can read."""
+    config = _config(path)
     with suppress(ValueError):
-        return stored_settings(_config(path), Recipe, "")
+        return stored_settings(config, Recipe, "")
     return None
 
 

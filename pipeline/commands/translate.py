@@ -27,7 +27,7 @@ from pipeline.inference.options import (
     add_search_arguments,
     given_sampling,
 )
-from pipeline.inference.text_io import CHUNK, count_lines, require_target_prefixes
+from pipeline.inference.text_io import CHUNK, require_target_prefixes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,8 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.target_prefixes is not None:
         if arguments.target_prefix is not None:
             raise InputError("--target-prefixes: gives each line its own; omit it, or --target-prefix")
-        num_lines = count_lines(arguments.source) if arguments.source else None
-        require_target_prefixes(arguments.target_prefixes, num_lines, str(arguments.source))
+        require_target_prefixes(arguments.target_prefixes, arguments.source, str(arguments.source))
     # Before the checkpoint is loaded, so that a missing file is reported at once.
     if arguments.source:
         stream = open_file(arguments.source)

@@ -4,9 +4,6 @@ import os
 import re
 from pathlib import Path
 
-from data_module.errors import InputError
-from data_module.system.files import PlainValues, check_format, json_object
-
 PROGRAM_FILE = "model.ts"
 """The file that translates, a program in TorchScript."""
 CARD_FILE = "card.json"
@@ -33,15 +30,3 @@ def bundle_of(path: Path) -> Path | None:
     folder = path.parent if path.name == PROGRAM_FILE else path
     is_run = any(map(os.path.lexists, (folder / "config.yaml", folder / "checkpoints")))
     return folder if not is_run and (folder / CARD_FILE).is_file() else None
-
-
-def parse_card(path: Path, text: str | bytes) -> PlainValues:
-    """Return the card that a file holds.
-
-    Raises InputError if it is no card, or of another format.
-    """
-    card = json_object(text)
-    if card is None:
-        raise InputError(f"{path}: is no card of a bundle; {START_OVER}")
-    check_format(path, card.get("format_version"), START_OVER)
-    return card

@@ -76,7 +76,7 @@ def evaluate(
         require_package(*metrics.SACREMOSES)
     checkpoints = [arguments.checkpoint, *([arguments.versus] if arguments.versus else [])]
     translators = [load_translator(path) for path in checkpoints]
-    translators[0].prefixes.check(arguments.prefix)
+    translators[0].prefixes.require(arguments.prefix)
     if texts is not None:
         text = text_of_files(str(arguments.reference[0]), str(arguments.source), arguments.prefix, texts)
     else:

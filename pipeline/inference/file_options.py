@@ -35,6 +35,6 @@ def check_files(arguments: argparse.Namespace, recipes: Iterable[PlainValues] = 
 
 def _files(path: Path) -> Iterator[Path]:
     """Yield a file; of a run folder or a bundle, the files that this program has written there."""
-    yield from files_of_run(path) if path.is_dir() else [path]
     if (bundle := bundle_of(path)) is not None:
         yield from (file for file in bundle.rglob("*") if BUNDLE_NAMES.fullmatch(str(file.relative_to(bundle))))
+    yield from files_of_run(path) if path.is_dir() else [path]

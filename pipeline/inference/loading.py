@@ -9,12 +9,13 @@ import torch
 
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings
-from data_module.system.files import PlainValues, misshapen, read_whole
+from data_module.system.files import PlainValues, check_format, json_object, misshapen, read_whole
 from data_module.tokenization.text_form import SHAPE
 from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
+from model.settings import DecodingSettings
 from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
 from pipeline.config.recipe import Recipe, stored_settings
-from pipeline.inference.bundle_layout import CARD_FILE, PROGRAM_FILE, START_OVER, bundle_of, parse_card
+from pipeline.inference.bundle_layout import CARD_FILE, PROGRAM_FILE, START_OVER, bundle_of
 from pipeline.inference.translator import Translator
 from pipeline.runtime.backend_choice import choose_search
 from pipeline.runtime.console import report
@@ -37,20 +38,15 @@ def load_file(file: Path, device: str | None = None, *, searches: bool = True) -
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if (bundle := bundle_of(file)) is not None:
-        return _load_bundle(bundle, device)
-    model = load_model(file)
-    tokenizer = model.tokenizer
-    ids = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
-    if not searches:
-        limit_onednn_cache()
-    return Translator(
-        choose_search(device, model.network, *ids) if searches else model.network,
-        tokenizer,
-        model.decoding,
-        device=device,
-        name=str(model.path),
-        recipe=model.recipe,
-    )
+        search, tokenizer, settings, recipe = _load_bundle(bundle, device)
+    else:
+        model = load_model(file)
+        search, tokenizer, settings, recipe = model.network, model.tokenizer, model.decoding, model.recipe
+        if searches:
+            search = choose_search(device, search, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
+        else:
+            limit_onednn_cache()
+    return Translator(search, tokenizer, settings, device=device, name=str(file), recipe=recipe)
 
 
 def chosen_file(path: Path) -> Path:
@@ -78,8 +74,8 @@ def require_direction(option: str, model: Translator, source: str, target: str) 
         )
 
 
-def _load_bundle(folder: Path, device: str) -> Translator:
-    """Load `model.ts` of a bundle.
+def _load_bundle(folder: Path, device: str) -> tuple[Any, Tokenizer, DecodingSettings, PlainValues]:
+    """Load a bundle's search, `model.ts`, its tokenizer, the settings of searches and the recipe.
 
     Raises InputError if a file is missing, damaged or of another format.
     """
@@ -97,12 +93,12 @@ def _load_bundle(folder: Path, device: str) -> Translator:
         raise InputError(f"{folder}: tokenizer.model, card.json and {path.name} do not belong together; {START_OVER}")
     # The first call compiles, which threads must not do at the same time.
     search.greedy(torch.tensor([[tokenizer.eos_id]], device=device), None, 0)
-    return Translator(search, tokenizer, recipe.decoding, device=device, name=str(path), recipe=recipe.as_dict())
+    return search, tokenizer, recipe.decoding, recipe.as_dict()
 
 
 def _recipe_of(path: Path) -> tuple[Recipe, str, PlainValues | None]:
     """Return a bundle's recipe, hash of the tokenizer and form of training text; raise InputError if it is no card."""
-    card = parse_card(path, read_whole(path))
+    card = _parse_card(path, read_whole(path))
     try:
         if (form := card.get("text_form")) is not None and (wrong := misshapen(form, SHAPE, "text_form")):
             raise ValueError(f"{wrong} is missing or wrong")
@@ -121,5 +117,17 @@ def load_torchscript(path: Path, device: str = "cpu") -> Any:
         # PyTorch deprecates TorchScript.
         warnings.simplefilter("ignore", DeprecationWarning)
         model = torch.jit.load(path, map_location=device, _extra_files=extra)
-    parse_card(path, extra[CARD_FILE])
+    _parse_card(path, extra[CARD_FILE])
     return model
+
+
+def _parse_card(path: Path, text: str | bytes) -> PlainValues:
+    """Return the card that a file holds.
+
+    Raises InputError if it is no card, or of another format.
+    """
+    card = json_object(text)
+    if card is None:
+        raise InputError(f"{path}: is no card of a bundle; {START_OVER}")
+    check_format(path, card.get("format_version"), START_OVER)
+    return card

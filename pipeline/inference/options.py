@@ -138,7 +138,7 @@ class Prefixes:
         trained = tuple(dict.fromkeys(prefix for prefix in used if prefix is not None))
         return cls(trained, tuple(corpus["user_symbols"]), bool(used) and None not in used)
 
-    def check(self, prefix: str | None) -> None:
+    def require(self, prefix: str | None) -> None:
         """Raise InputError if a prefix is given that the model does not know."""
         if prefix is None or prefix in self.symbols:
             return

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import suppress
-from itertools import zip_longest
+from itertools import islice, repeat, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -96,9 +96,12 @@ def count_lines(path: Path) -> int | None:
     return None
 
 
-def require_target_prefixes(path: Path, num_lines: int | None, name: str) -> None:
-    """Raise InputError if a file does not have a target prefix for each line of a text, whose number may be unknown."""
-    found = count_lines(path)
+def require_target_prefixes(path: Path, text: Path | int | None, name: str) -> None:
+    """Raise InputError if a file does not have a target prefix for each line of a text.
+
+    `text` is its file or its number of lines, None if that is not known.
+    """
+    found, num_lines = count_lines(path), count_lines(text) if isinstance(text, Path) else text
     if found is None:
         raise InputError(f"--target-prefixes {path}: must be a text file that can be read again")
     if num_lines is not None and found != num_lines:
@@ -127,6 +130,19 @@ def sentences(stream: Iterable[bytes], name: str = "", first: int = 1, *, warn: 
     for text in [invalid.text(), *marks.texts()] if warn else []:
         if text:
             print_above_bars(text)
+
+
+def target_prefixes(text: str | None, path: Path | None, first: int) -> Iterator[str]:
+    """Yield the target prefix of each line from `first` on: `text`, or a line of a file; empty without both.
+
+    Raises InputError at the first line that the file lacks.
+    """
+    if path is None:
+        yield from repeat(text or "")
+        return
+    with open_file(path) as stream:
+        yield from islice(sentences(stream, warn=False), first - 1, None)
+    raise InputError(f"--target-prefixes {path}: has fewer lines than the text; give each line one, or an empty line")
 
 
 def read_sentences(path: Path) -> list[str]:

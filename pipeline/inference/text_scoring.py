@@ -40,7 +40,7 @@ def score_text(arguments: argparse.Namespace, pairs: Iterator[Pair], total: int 
     """
     models = [load_translator(path, searches=False) for path in (arguments.checkpoint, arguments.reverse) if path]
     check_files(arguments, [model.recipe for model in models])
-    models[0].prefixes.check(arguments.prefix)
+    models[0].prefixes.require(arguments.prefix)
     is_list = arguments.n_best is not None
     if arguments.reverse:
         check_reverse(models[0], models[1], compares_tokens=not is_list)

@@ -5,21 +5,26 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from io import BufferedReader
-from itertools import islice, repeat
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from data_module.corpus.pairs import fingerprint
-from data_module.errors import InputError
-from data_module.system.text_files import open_file
 from pipeline.inference.loading import chosen_file, load_file
 from pipeline.inference.options import SearchOptions, with_prefix
 from pipeline.inference.processes import choose_devices, run_on_devices
 from pipeline.inference.shards import Shards, Task
-from pipeline.inference.text_io import CHUNK, SentenceWarnings, count_lines, require_target_prefixes, sentences
+from pipeline.inference.text_io import (
+    CHUNK,
+    SentenceWarnings,
+    count_lines,
+    require_target_prefixes,
+    sentences,
+    target_prefixes,
+)
 from pipeline.inference.translator import Translator
 from pipeline.runtime.console import Failure, report
 
@@ -36,23 +41,20 @@ def translate_text(arguments: argparse.Namespace, options: SearchOptions, stream
     devices = choose_devices(arguments.devices)
     # Chosen once for all processes, because a training run may write a newer checkpoint meanwhile.
     arguments.checkpoint = chosen_file(arguments.checkpoint)
+    if arguments.output is None and (len(devices) == 1 or stream.isatty()):
+        _print_translations(arguments, options, stream)
+        return
     try:
-        if arguments.output is not None:
-            stream.close()  # The file is opened again for each run of shards.
-            run_on_devices(partial(_translate_shards, arguments, options, _task(arguments)), devices)
-        elif len(devices) == 1 or stream.isatty():
-            # A user who types sentences needs each translation at once.
-            _print_translations(arguments, options, stream, 1 if stream.isatty() or arguments.interactive else CHUNK)
-        else:
-            _print_shards(arguments, options, stream, devices)
+        with _task(arguments, stream) as task:
+            run_on_devices(partial(_translate_shards, arguments, options, task), devices)
     except ChildProcessError as error:
         raise Failure(str(error)) from None
 
 
-def _print_translations(
-    arguments: argparse.Namespace, options: SearchOptions, stream: BufferedReader, chunk: int
-) -> None:
+def _print_translations(arguments: argparse.Namespace, options: SearchOptions, stream: BufferedReader) -> None:
     translator = _load(arguments, options)
+    # A user who types sentences needs each translation at once.
+    chunk = 1 if stream.isatty() or arguments.interactive else CHUNK
     total = count_lines(arguments.source) if arguments.source and chunk > 1 else None
     lines, number = [(1, sentences(stream))], 0
     texts = _translated(arguments, options, translator, lines, chunk=chunk, total=total, show=chunk > 1)
@@ -62,13 +64,35 @@ def _print_translations(
         require_target_prefixes(arguments.target_prefixes, number, "standard input")
 
 
-def _task(arguments: argparse.Namespace) -> Task:
-    """Return the task of translating `--source` to `--output`."""
+@contextmanager
+def _task(arguments: argparse.Namespace, stream: BufferedReader) -> Iterator[Task]:
+    """Yield the task of translating `--source` to `--output`.
+
+    Without `--output`, text and translations are in a private folder, and the translations are printed at the end.
+    """
     compared = {name: value for name, value in vars(arguments).items() if name not in _NOT_IN_TRANSLATIONS}
     if path := arguments.target_prefixes:
         compared["target_prefixes"] = fingerprint(str(path), path)["sha256"]
     shard_lines = 4 * CHUNK if arguments.shard_lines is None else arguments.shard_lines
-    return Task(arguments.source, arguments.output, shard_lines, compared, arguments.devices)
+    task = Task(arguments.source, arguments.output, shard_lines, compared, arguments.devices)
+    if arguments.output is not None:
+        stream.close()  # The file is opened again for each run of shards.
+        yield task
+        return
+    # Remove the folder even if the command is terminated, as by a job's time limit.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with TemporaryDirectory(prefix="translation-") as folder:
+        source, output = Path(folder, "source"), Path(folder, "output")
+        with stream, source.open("wb") as file:
+            shutil.copyfileobj(stream, file)
+        if arguments.target_prefixes:
+            require_target_prefixes(arguments.target_prefixes, source, "the text")
+        size = 3 * source.stat().st_size / 1e6  # with its translations, in shards and joined
+        report(f"{folder}: takes about {size:,.1f} MB until all translations are done")
+        yield replace(task, source=source, output=output, shard_lines=CHUNK, is_private=True)
+        with output.open("rb") as translations:
+            shutil.copyfileobj(translations, sys.stdout.buffer)
+            sys.stdout.buffer.flush()
 
 
 def _translate_shards(
@@ -81,32 +105,11 @@ def _translate_shards(
         shards.write(line, text)
 
 
-def _print_shards(
-    arguments: argparse.Namespace, options: SearchOptions, stream: BufferedReader, devices: list[str]
-) -> None:
-    """Translate to a file in a private folder, and print it once it is complete."""
-    # Remove the folder even if the command is terminated, as by a job's time limit.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with TemporaryDirectory(prefix="translation-") as folder:
-        source, output = Path(folder, "source"), Path(folder, "output")
-        with stream, source.open("wb") as file:
-            shutil.copyfileobj(stream, file)
-        if arguments.target_prefixes:
-            require_target_prefixes(arguments.target_prefixes, count_lines(source), "the text")
-        size = 3 * source.stat().st_size / 1e6  # with its translations, in shards and joined
-        report(f"{folder}: takes about {size:,.1f} MB until all translations are done")
-        task = replace(_task(arguments), source=source, output=output, shard_lines=CHUNK, is_private=True)
-        run_on_devices(partial(_translate_shards, arguments, options, task), devices)
-        with output.open("rb") as translations:
-            shutil.copyfileobj(translations, sys.stdout.buffer)
-            sys.stdout.buffer.flush()
-
-
 def _load(arguments: argparse.Namespace, options: SearchOptions, device: str | None = None) -> Translator:
     """Load the model, and check that it supports the options."""
     translator = load_file(arguments.checkpoint, device)
     options.in_place_of(translator.settings)
-    translator.prefixes.check(arguments.prefix)
+    translator.prefixes.require(arguments.prefix)
     return translator
 
 
@@ -126,7 +129,8 @@ def _translated(
     """
     warnings = SentenceWarnings(translator.prefixes, translator.max_source_tokens)
     for first, run in runs:
-        lines, prefixes = (with_prefix(arguments.prefix, one) for one in run), _target_prefixes(arguments, first)
+        lines = (with_prefix(arguments.prefix, one) for one in run)
+        prefixes = target_prefixes(arguments.target_prefix, arguments.target_prefixes, first)
         translations = translator.translate_lines(
             lines, chunk, options, first, target_prefixes=prefixes, total=total, show=show
         )
@@ -139,16 +143,3 @@ def _translated(
                 text += "\t".join([*line_number, *score, hypothesis.text]) + "\n"
             yield number, text
     warnings.print()
-
-
-def _target_prefixes(arguments: argparse.Namespace, first: int) -> Iterator[str] | None:
-    """Return the target prefixes from line `first` on; None if translations may begin with anything."""
-    if arguments.target_prefix is not None:
-        return repeat(arguments.target_prefix)
-    return _prefixes_of_lines(arguments.target_prefixes, first) if arguments.target_prefixes else None
-
-
-def _prefixes_of_lines(path: Path, first: int) -> Iterator[str]:
-    with open_file(path) as stream:
-        yield from islice(sentences(stream, str(path), warn=False), first - 1, None)
-    raise InputError(f"--target-prefixes {path}: has fewer lines than the text; give each line one, or an empty line")

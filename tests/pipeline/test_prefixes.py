@@ -54,10 +54,10 @@ def test_a_prefix_that_is_not_known() -> None:
         (Prefixes(), "it was trained without prefixes, omit the option"),
     ):
         with pytest.raises(InputError) as caught:
-            prefixes.check("<d>")
+            prefixes.require("<d>")
         assert str(caught.value) == f"--prefix <d>: is no prefix of this model; {known}"
-        prefixes.check(None)
-    Prefixes.of_corpus(corpus("<a>")).check("<c>")
+        prefixes.require(None)
+    Prefixes.of_corpus(corpus("<a>")).require("<c>")
 
 
 def test_the_readme_of_a_bundle_names_prefixes() -> None:
