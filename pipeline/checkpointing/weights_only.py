@@ -6,43 +6,17 @@ take any memory and time. So the pickle is first read here, without PyTorch, and
 
 import math
 import mmap
+import pickle
 import warnings
 import zipfile
-from collections import OrderedDict
-from collections.abc import Collection
 from io import BytesIO
 from pathlib import Path
-from pickletools import genops
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from pipeline.runtime.torch_private import archived_pickle
 
-
-class _Storage(NamedTuple):
-    size: int
-    """Elements, not bytes."""
-
-
-class _Tensor(NamedTuple):
-    size: int
-
-
-class _Parameter(NamedTuple):
-    pass
-
-
-_KINDS = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool", "ComplexFloat")
-_GLOBALS: dict[Any, type] = {
-    "collections OrderedDict": OrderedDict,
-    "torch._utils _rebuild_tensor_v2": _Tensor,
-    "torch._utils _rebuild_parameter": _Parameter,
-    **{f"torch {kind}Storage": _Storage for kind in _KINDS},
-}
-"""All that a pickle may name, and what stands for it here."""
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
-_SCALARS = {*_CONSTANTS, "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING"}
 _MAX_VALUES, _MAX_DEPTH = 1_000_000, 64
 """Limits on the number of values in a file, those that are in several places counted in each, and on their depth."""
 
@@ -71,107 +45,91 @@ def load_weights_only(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
 
 
-def _check(pickle: Any, file_bytes: int) -> Any:
-    """Read one pickle as PyTorch does; return its values, with placeholders for tensors.
-
-    Raises exceptions for what is not allowed. What PyTorch does not read either may pass.
-    """
-    stack: list[Any] = []
-    below: list[list[Any]] = []
-    memo: dict[Any, Any] = {}
-    storages: dict[str, int] = {}
-    for opcode, argument, _ in genops(pickle):
-        match opcode.name:
-            case "PROTO":
-                pass
-            case name if name in _SCALARS:
-                stack.append(_CONSTANTS.get(name, argument))
-            case "EMPTY_DICT" | "EMPTY_LIST" as name:
-                stack.append({} if name == "EMPTY_DICT" else [])
-            case "BINPUT" | "LONG_BINPUT":
-                memo[argument] = stack[-1]
-            case "BINGET" | "LONG_BINGET":
-                stack.append(memo[argument])
-            case "MARK":
-                below.append(stack)
-                stack = []
-            case "TUPLE" | "APPENDS" | "SETITEMS" as name:
-                items, stack = stack, below.pop()
-                _put(stack, name, items)
-            case "TUPLE1" | "TUPLE2" | "TUPLE3" | "APPEND" | "SETITEM" as name:
-                count = {"APPEND": 1, "SETITEM": 2}.get(name) or int(name[-1])
-                items = stack[-count:]
-                del stack[-count:]
-                _put(stack, name, items)
-            case "GLOBAL":
-                stack.append(_GLOBALS[argument])
-            case "REDUCE":
-                arguments, function = stack.pop(), stack.pop()
-                stack.append(_called(function, arguments))
-            case "BUILD":
-                attributes = stack.pop()
-                if type(stack[-1]) is not OrderedDict or attributes.keys() != {"_metadata"}:
-                    raise ValueError("attributes other than those of a state dict")
-            case "BINPERSID":
-                _, kind, key, _, size, *view = stack.pop()
-                is_own = kind is _Storage and type(key) is str and type(size) is int and view in ([], [None])
-                if not is_own or size < 0 or storages.setdefault(key, size) != size:
-                    raise ValueError("a storage that PyTorch has not written")
-                stack.append(_Storage(size))
-            case "STOP":
-                _check_size(stack[-1], file_bytes)
-                if sum(storages.values()) > file_bytes:
-                    raise ValueError("storages larger than the file")
-                return stack[-1]
-            case name:
-                raise ValueError(name)
-    raise ValueError("no end")
+def _check(file: Any, file_bytes: int) -> Any:
+    """Read one pickle and return its values; raise exceptions for what is not allowed or larger than the file."""
+    unpickler = _Unpickler(file, encoding="utf-8")
+    unpickler.storages = {}
+    values = unpickler.load()
+    _take(values, [_MAX_VALUES, 4 * file_bytes], 0)  # Weights may be tied.
+    if sum(unpickler.storages.values()) > file_bytes:
+        raise ValueError("storages larger than the file")
+    return values
 
 
-def _put(stack: list[Any], name: str, items: list[Any]) -> None:
-    """Put items into the dictionary or list on top of a stack, or a tuple of them on it."""
-    if name.startswith("TUPLE"):
-        stack.append(tuple(items))
-    elif name.startswith("APPEND"):
-        stack[-1].extend(items)
-    elif {*map(type, items[::2])} <= {str, int, float, bool}:
-        stack[-1].update(zip(items[::2], items[1::2], strict=True))
-    else:
-        raise ValueError("a key that is neither text nor a number")
+def _take(value: Any, room: list[int], depth: int) -> None:
+    """Subtract the numbers of values and of elements of tensors from `room`; raise ValueError if it is too small."""
+    room[0] -= 1
+    room[1] -= value.size if isinstance(value, _Elements) else 0
+    if min(room) < 0 or depth > _MAX_DEPTH:
+        raise ValueError("its values are too many")
+    for item in value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else ():
+        _take(item, room, depth + 1)
 
 
-def _called(function: object, arguments: tuple[Any, ...]) -> Any:
-    """Return what stands for the result of a call; raise exceptions for calls that PyTorch does not write."""
-    if function is OrderedDict and arguments == ():
-        return OrderedDict()
-    tensor, *rest, needs_gradient, hooks = arguments
-    if type(needs_gradient) is not bool or type(hooks) is not OrderedDict or hooks:
-        raise ValueError("arguments of no tensor")
-    if function is _Parameter and type(tensor) is _Tensor and not rest:
-        return tensor
-    offset, shape, strides = rest
-    numbers = (offset, *shape, *strides)
-    is_plain = {*map(type, numbers)} == {int} and min(numbers) >= 0 and len(shape) == len(strides) <= 64
-    if function is not _Tensor or type(tensor) is not _Storage or not is_plain:
-        raise ValueError("arguments of no tensor")
+class _Elements(NamedTuple):
+    """Stands for a storage or a tensor. PyTorch itself refuses one in place of the other."""
+
+    size: int
+
+
+class _Dict(dict[Any, Any]):
+    def __setitem__(self, key: object, value: object) -> None:
+        if type(key) not in (str, int, float, bool):
+            raise ValueError("a key that is neither text nor a number")
+        super().__setitem__(key, value)
+
+
+def _tensor(storage: _Elements, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *rest: Any) -> _Elements:
     last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    if 0 not in shape and last >= tensor.size:
+    if min((offset, *shape, *strides)) < 0 or len(shape) > 64 or (0 not in shape and last >= storage.size):
         raise ValueError("a tensor beyond its storage, which PyTorch would enlarge")
-    return _Tensor(math.prod(shape))
+    return _parameter(_Elements(math.prod(shape)), *rest)
 
 
-def _check_size(values: object, file_bytes: int) -> None:
-    """Raise ValueError if values are too many or nested too deeply, or if tensors have more elements than the file."""
-    todo = [(values, 0)]
-    num_values = num_elements = 0
-    while todo:
-        value, depth = todo.pop()
-        items: Collection[object] = ()
-        if isinstance(value, _Tensor):
-            num_elements += value.size
-        elif isinstance(value, (dict, list, tuple)):
-            items = value.values() if isinstance(value, dict) else value
-        num_values += len(items)
-        if num_values > _MAX_VALUES or depth > _MAX_DEPTH or num_elements > 4 * file_bytes:  # Weights may be tied.
-            raise ValueError("its values are too many")
-        todo += [(item, depth + 1) for item in items]
+def _parameter(tensor: Any, needs_gradient: bool, hooks: Any) -> _Elements:
+    if type(tensor) is not _Elements or hooks != {}:
+        raise ValueError("arguments of no tensor")
+    return tensor
+
+
+_TYPES = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool", "ComplexFloat")
+_GLOBALS: dict[str, Any] = {
+    "collections OrderedDict": lambda: _Dict(),  # without arguments
+    "torch._utils _rebuild_tensor_v2": _tensor,
+    "torch._utils _rebuild_parameter": _parameter,
+    **{f"torch {name}Storage": _Elements for name in _TYPES},
+}
+"""All that a pickle may name, and what stands for it here."""
+_OPCODES = """PROTO STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINSTRING
+    EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS SETITEM SETITEMS BINPUT LONG_BINPUT BINGET
+    LONG_BINGET GLOBAL REDUCE BINPERSID"""
+
+
+class _Unpickler(pickle._Unpickler):
+    """Python's unpickler, of which PyTorch's is a copy with fewer opcodes. What PyTorch does not read may pass."""
+
+    stack: list[Any]
+    storages: dict[str, int]
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: pickle._Unpickler.dispatch[code] for [code] in (getattr(pickle, name) for name in _OPCODES.split())
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        return _GLOBALS[f"{module} {name}"]
+
+    def persistent_load(self, pid: Any) -> _Elements:
+        _, kind, key, _, size, *view = pid
+        is_own = kind is _Elements and type(key) is str and type(size) is int and view in ([], [None])
+        if not is_own or size < 0 or self.storages.setdefault(key, size) != size:
+            raise ValueError("a storage that PyTorch has not written")
+        return _Elements(size)
+
+    def load_empty_dictionary(self) -> None:
+        self.stack.append(_Dict())
+
+    def load_build(self) -> None:
+        attributes = self.stack.pop()
+        if type(self.stack[-1]) is not _Dict or attributes.keys() != {"_metadata"}:
+            raise ValueError("attributes other than those of a state dict")
+
+    dispatch |= {pickle.EMPTY_DICT[0]: load_empty_dictionary, pickle.BUILD[0]: load_build}
