@@ -21,6 +21,7 @@ from typing import NamedTuple
 TESTS = (
     "tests/model",
     "tests/export",
+    "tests/integration/test_golden_curves.py",
     *(f"tests/pipeline/test_{name}.py" for name in ("compiled_programs", "cpp_program", "parity", "translator")),
     *(f"tests/pipeline/test_{name}_model.py" for name in ("ctranslate2", "huggingface", "onnx")),
 )
