@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from data_module.corpus.store import ParallelCorpus, TokenStore
 
 MIN_PADDING_TOKENS = 16
-"""A row of constant length ends with at least this many tokens of padding, any other row with at most this many."""
+"""A row of constant length ends with at least this many tokens of padding."""
+_VARYING_MULTIPLE = 16
+"""Any other row has a multiple of this many tokens, with one or more tokens of padding."""
 _SIMILAR_SHARE, _SIMILAR_TOKENS = 0.8, 4
 """A pair joins the group of a longer pair if it has this share of the longer pair's tokens, or at most 4 fewer."""
 
@@ -38,7 +40,7 @@ class RowShape(NamedTuple):
 
     @property
     def max_pairs(self) -> int:
-        """Maximum number of pairs of a micro-batch."""
+        """Maximum number of pairs of a micro-batch, so that sentences are left even for a row of padding only."""
         return self.sentences - padding_sentences(self.source_tokens, self.target_tokens, self.longest)
 
 
@@ -224,13 +226,13 @@ def _pack(
     """Return the tensors of a micro-batch of these pairs by their names in `PackedBatch`."""
     source_lengths, target_lengths = corpus.lengths(pairs)
     source_offsets, target_offsets = _end_to_end(source_lengths, target_lengths, shape)
-    source, source_positions, _ = _lay_out(corpus.source, pairs, source_lengths, source_offsets, special)
-    target_output, target_positions, places = _lay_out(corpus.target, pairs, target_lengths, target_offsets, special)
-    # Each token's input is the label before it. This gives each sentence's first token the EOS of the sentence before,
-    # which BOS replaces.
-    target_input = np.full_like(target_output, special.pad)
-    target_input[places[1:]] = target_output[places[:-1]]
+    source, source_positions = _lay_out(corpus.source, pairs, source_lengths, source_offsets, special)
+    target_output, target_positions = _lay_out(corpus.target, pairs, target_lengths, target_offsets, special)
+    # Each token's input is the label before it. This gives each sentence's first token, and the padding, the EOS of the
+    # sentence before.
+    target_input = np.roll(target_output, 1)
     target_input[target_offsets[: len(pairs)]] = special.bos
+    target_input[target_offsets[len(pairs)] :] = special.pad
     return {
         "source": source,
         "source_positions": source_positions,
@@ -251,7 +253,7 @@ def _end_to_end(
     """
     sizes = [shape.source_tokens, shape.target_tokens]
     if not shape.constant:
-        sizes = [(int(lengths.sum()) // MIN_PADDING_TOKENS + 1) * MIN_PADDING_TOKENS for lengths in (source, target)]
+        sizes = [(int(lengths.sum()) // _VARYING_MULTIPLE + 1) * _VARYING_MULTIPLE for lengths in (source, target)]
     num_padding = padding_sentences(sizes[0] - int(source.sum()), sizes[1] - int(target.sum()), shape.longest)
     return (
         _offsets(source, sizes[0], num_padding, shape.sentences),
@@ -274,11 +276,11 @@ def _offsets(lengths: NDArray[np.int64], row_tokens: int, num_padding: int, num_
     offsets = np.full(num_sentences + 1, row_tokens, np.int64)
     offsets[0] = 0
     offsets[1 : len(lengths) + 1] = np.cumsum(lengths)
-    # Padding is divided evenly, so that no sentence is longer than the longest. Ends are rounded up, so that the first
-    # one has a token on both sides: a rank without pairs computes it.
-    filled = int(lengths.sum())
-    ends = filled - np.arange(1, num_padding + 1) * (filled - row_tokens) // num_padding
-    offsets[len(lengths) + 1 : len(lengths) + num_padding + 1] = ends
+    # Padding is divided evenly, so that no sentence is longer than the longest. What follows each of its sentences is
+    # rounded down, so that the first one has a token on both sides: a rank without pairs computes it.
+    padding = row_tokens - int(lengths.sum())
+    following = np.arange(num_padding)[::-1] * padding // num_padding
+    offsets[len(lengths) + 1 : len(lengths) + num_padding + 1] = row_tokens - following
     return offsets
 
 
@@ -288,11 +290,10 @@ def _lay_out(
     lengths: NDArray[np.int64],
     offsets: NDArray[np.int64],
     special: SpecialIds,
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Lay sentences out in a row, of `offsets[-1]` tokens; sentence i begins at `offsets[i]`.
 
-    Returns the row's ids, each token's position in its sentence, and the places in the row of all tokens, sentence by
-    sentence.
+    Returns the row's ids, and each token's position in its sentence.
     """
     ids, positions = np.full(offsets[-1], special.pad, np.int32), np.zeros(offsets[-1], np.int32)
     # `arange` counts the tokens of all sentences; subtracting those of earlier sentences counts within a sentence.
@@ -303,7 +304,7 @@ def _lay_out(
     in_store = np.repeat(store.offsets[pairs].astype(np.int64), lengths) + within
     ids[places[~is_eos]] = store.tokens[in_store[~is_eos]]
     ids[places[is_eos]] = special.eos
-    return ids, positions, places
+    return ids, positions
 
 
 class PlannedBatch(NamedTuple):
@@ -378,7 +379,7 @@ def pad_batch(
     stores, widths = (corpus.source, corpus.target), (planned.source_length, planned.target_length)
     lengths, sides = corpus.lengths(planned.pairs), []
     for store, own, width in zip(stores, lengths, widths, strict=True):
-        ids, _, _ = _lay_out(store, planned.pairs, own, np.arange(len(own) + 1) * width, special)
+        ids, _ = _lay_out(store, planned.pairs, own, np.arange(len(own) + 1) * width, special)
         sides.append(torch.from_numpy(ids.reshape(len(own), width)))
     source, labels = sides
     begin = torch.full((len(planned.pairs), 1), special.bos, dtype=torch.int32)

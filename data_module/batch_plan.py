@@ -96,17 +96,17 @@ def _cut(
     starts, target_tokens = [0], []
     while starts[-1] < len(order):
         first = starts[-1]
-        ahead = order[first : first + window]
-        source, target = (np.cumsum(side[ahead], dtype=np.int64) for side in (source_lengths, target_lengths))
+        window_pairs = order[first : first + window]  # `begin` and `end` count from `first`.
+        source, target = (np.cumsum(side[window_pairs], dtype=np.int64) for side in (source_lengths, target_lengths))
         begin = source_before = target_before = 0
-        while begin < len(ahead):
+        while begin < len(window_pairs):
             end = int(
                 min(
                     np.searchsorted(source, source_before + batch_tokens, side="right"),
                     np.searchsorted(target, target_before + batch_tokens, side="right"),
                 )
             )
-            if end == len(ahead) and first + end < len(order):
+            if end == len(window_pairs) and first + end < len(order):
                 break  # More pairs may fit; they are beyond the window.
             starts.append(first + end)
             target_tokens.append(int(target[end - 1]) - target_before)

@@ -1,4 +1,4 @@
-"""Divide a global batch into rows of constant length, for each rank.
+"""Divide a global batch among the micro-batches of all ranks, at equal cost.
 
 A *row* holds the source or the target sentences of one micro-batch, one after another, and padding after the last one.
 For flash attention, all micro-batches have rows of the same two lengths, so that a GPU always runs the same shapes.

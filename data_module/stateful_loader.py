@@ -43,13 +43,14 @@ class RankBatchDataset(Dataset[RankBatch]):
     def seek(self, epoch: int, batch: int) -> None:
         """Make item 0 the global batch with index `batch` of epoch `epoch`."""
         self._current: Epoch | None = None
-        self._epoch, self._first_item = epoch, -batch
+        self._epoch = epoch
+        self._first_item = -batch  # the item of the epoch's first batch
 
     def __getitem__(self, item: int) -> RankBatch:
         """Return this rank's part of the global batch `item` batches after the position. Items only increase."""
         if self._current is None:
             self._current = self._epochs.get(self._epoch)
-        # `_first_item` is the item of the epoch's first batch. Workers take items in turn, so one may skip an epoch.
+        # Workers take items in turn, so one may skip an epoch.
         while item - self._first_item >= len(self._current.plan):
             self._first_item += len(self._current.plan)
             self._epoch += 1

@@ -1,4 +1,4 @@
-"""How a run computes. `pipeline/runtime/backend.py` chooses it once, from the recipe and the device.
+"""How a run computes. `pipeline/runtime/backend_choice.py` chooses it once, from the recipe and the device.
 
 The defaults are plain PyTorch, which runs everywhere and which every fast path of `model/fast/` is tested against.
 """

@@ -7,9 +7,12 @@ score equals what teacher forcing computes for the answer. The begin and padding
 probability is not redistributed.
 
 The key-value cache is a lattice. Each hypothesis of each step writes its keys and values to one slot and attends to the
-slots on its own path. Selecting hypotheses changes the paths, which are masks of a few bytes, and leaves the cache in
-place: reordering it would copy all keys and values of all layers in every step. When the cache is full, the slots that
-are still on a path are copied to a larger one.
+slots on its own path. Example, beam size 2: the only hypothesis of the first step writes slot 0, and the two that
+continue it write slots 1 and 2. If both hypotheses of the third step continue that of slot 2, they write slots 3 and 4.
+Their paths are 0, 2, 3 and 0, 2, 4, and slot 1 is on no path any more.
+Selecting hypotheses changes the paths, which are masks of a few bytes, and leaves the cache in place: reordering it
+would copy all keys and values of all layers in every step. When the cache is full, the slots that are still on a path
+are copied to a larger one.
 
 Shapes: B sentences, S source length, N hypotheses per sentence, M answers per sentence, L answer length,
 V vocabulary.
@@ -71,7 +74,7 @@ class Answers(NamedTuple):
     """float32."""
     log_probabilities: Tensor
     """float32."""
-    ends: Tensor
+    end_places: Tensor
     """int64: position * beam_size + the hypothesis that the end symbol was appended to."""
     counts: Tensor
     """int64 [B], number of hypotheses that have ended."""
@@ -168,7 +171,7 @@ def best_continuations(
 
 
 def add_answers(
-    answers: Answers, values: Tensor, parents: Tensor, ends: Tensor, positions: Tensor, options: BeamArguments
+    answers: Answers, values: Tensor, parents: Tensor, is_end: Tensor, positions: Tensor, options: BeamArguments
 ) -> Answers:
     """Return the best answers among those of earlier steps and the continuations that end in this step.
 
@@ -176,12 +179,12 @@ def add_answers(
         answers: the best answers of earlier steps.
         values: log-probabilities of the continuations.
         parents: the hypotheses that they continue.
-        ends: bool of the shape of `values`, True where the added token is the end symbol.
+        is_end: bool of the shape of `values`, True where the added token is the end symbol.
         positions: int64 [B], positions of the added tokens.
         options: arguments of the search.
     """
     beam_size = options.beam_size
-    ended = values.masked_fill(~ends, float("-inf"))
+    ended = values.masked_fill(~is_end, float("-inf"))
     if options.stops_at_first:
         is_late = torch.arange(ended.size(1), device=ended.device) >= beam_size
         # A sentence may take part in some steps after it has finished.
@@ -189,11 +192,11 @@ def add_answers(
         ended = ended.masked_fill(is_late | is_full, float("-inf"))
     new_scores = ended / penalty(positions + 1, options.length_penalty).unsqueeze(1)
     scores, best = torch.cat([answers.scores, new_scores], 1).topk(options.n_best)
-    new_ends = parents + (positions * beam_size).unsqueeze(1)
+    new_places = parents + (positions * beam_size).unsqueeze(1)
     return Answers(
         scores,
         torch.cat([answers.log_probabilities, ended], 1).gather(1, best),
-        torch.cat([answers.ends, new_ends], 1).gather(1, best),
+        torch.cat([answers.end_places, new_places], 1).gather(1, best),
         answers.counts + (ended > float("-inf")).sum(1),
     )
 
@@ -217,7 +220,7 @@ def may_improve(answers: Answers, totals: Tensor, limit_penalties: Tensor, optio
 
 def answer_lengths(answers: Answers, beam_size: int) -> Tensor:
     """Return the lengths [B, M] of answers, 0 of a missing one."""
-    lengths = answers.ends.div(beam_size, rounding_mode="floor") + 1
+    lengths = answers.end_places.div(beam_size, rounding_mode="floor") + 1
     return lengths.masked_fill(answers.scores == float("-inf"), 0)
 
 
@@ -368,13 +371,13 @@ class BeamSearch(Searches, nn.Module):
         limits = answer_limits(lengths, options.max_extra_tokens, self.max_positions)
         if target_prefix is not None:
             prefix_lengths(target_prefix, limits, self.vocabulary_size, (self.bos_id, self.eos_id, self.pad_id))
-        ends = limits.cumsum(0)
-        history = source.new_zeros([int(ends[-1]), options.beam_size])
+        history_ends = limits.cumsum(0)
+        history = source.new_zeros([int(history_ends[-1]), options.beam_size])
         sampling = options.sampling
         uniforms: Tensor | None = None
         if sampling is not None and lines is not None:
             uniforms = draw_uniforms(sampling.seed, lines, limits)
-        text = _Text(limits, ends - limits, history, uniforms, target_prefix)
+        text = _Text(limits, history_ends - limits, history, uniforms, target_prefix)
         results = no_answers(source.size(0), options.n_best, source.device)
         self._decode(text, source, source_mask, results, options)
         return self._backtrace(text, results)
@@ -393,7 +396,8 @@ class BeamSearch(Searches, nn.Module):
             # 1. Make room in the cache for the slots of this position.
             if batch.paths.size(2) > cache[0][0].size(2):
                 cache, batch = _grow(cache, batch)
-            # 2. Find the continuations. A finished sentence that still takes part overwrites its last place.
+            # 2. Find the continuations. A finished sentence that still takes part overwrites its last place in the
+            # history. Only an end symbol can take that place, and end symbols are not read from the history.
             positions = (batch.limits - 1).clamp(max=position)
             places = text.offsets[batch.sentences] + positions
             forced = self._forced(text, batch, position, shortest_limit)
@@ -419,13 +423,7 @@ class BeamSearch(Searches, nn.Module):
             _store(results, batch.sentences, answers)
             if num_left == 0:
                 continue
-            # The last open sentences move to the places of finished ones. Keeping the order of the batch would copy the
-            # cache of almost all sentences whenever one has finished.
-            gaps = (~is_open[:num_left]).nonzero().squeeze(1)
-            movers = open_places[num_left - gaps.size(0) :]
-            order = torch.arange(num_left, device=device).index_copy_(0, gaps, movers)
-            cache = _move_sentences(cache, batch.paths.size(2) - batch.totals.size(1), gaps, movers, num_left)
-            batch, answers = _reordered(batch, order), _reordered_answers(answers, order)
+            cache, batch, answers = _remove_finished(cache, batch, answers, is_open, open_places)
 
     def _begin(
         self, text: _Text, source: Tensor, source_mask: Tensor | None, options: BeamArguments
@@ -483,7 +481,7 @@ class BeamSearch(Searches, nn.Module):
         Returns:
             What `best_continuations` returns.
         """
-        start, beam_size, sampling = batch.paths.size(2) - batch.last.size(1), options.beam_size, options.sampling
+        start, beam_size, sampling = _used_slots(batch), options.beam_size, options.sampling
         # The path of a beam's only hypothesis has all slots.
         path_mask = batch.paths if beam_size > 1 else None
         if self.max_positions > 0:
@@ -503,23 +501,23 @@ class BeamSearch(Searches, nn.Module):
         Returns:
             The best answers, then the log-probabilities, parents and tokens [B, N] of the open hypotheses, best first.
         """
-        ends, size = last == self.eos_id, options.beam_size
+        is_end, size = last == self.eos_id, options.beam_size
         # On a GPU the check would cost more than the work it saves.
-        if last.device.type == "cpu" and not bool(ends.any()):
+        if last.device.type == "cpu" and not bool(is_end.any()):
             return answers, values[:, :size], parents[:, :size], last[:, :size]
-        answers = add_answers(answers, values, parents, ends, positions, options)
-        values, parents, last = best_open(values.masked_fill(ends, float("-inf")), parents, last, size)
+        answers = add_answers(answers, values, parents, is_end, positions, options)
+        values, parents, last = best_open(values.masked_fill(is_end, float("-inf")), parents, last, size)
         return answers, values, parents, last
 
     def _backtrace(self, text: _Text, answers: Answers) -> BeamResult:
         """Read the answers' tokens from the history, from the last token to the first."""
-        scores, log_probabilities, ends = answers.scores, answers.log_probabilities, answers.ends
+        scores, log_probabilities = answers.scores, answers.log_probabilities
         beam_size, vocabulary_size = text.history.size(1), self.vocabulary_size
         lengths = answer_lengths(answers, beam_size)
         longest = int(lengths.max())
         # The hypothesis [T, M] on each answer's path, at first the one to which the end symbol was added. Its entry in
         # the history is parent * V + token: the answer's token at this position, and the hypothesis one position back.
-        here = ends.remainder(beam_size)
+        here = answers.end_places.remainder(beam_size)
         tokens = here.new_full([longest, here.size(0), here.size(1)], self.pad_id)
         for step in range(longest - 1, -1, -1):
             entries = text.history[text.offsets + (text.limits - 1).clamp(max=step)]
@@ -532,15 +530,15 @@ class BeamSearch(Searches, nn.Module):
 def no_answers(batch_size: int, n_best: int, device: torch.device) -> Answers:
     """Return the answers at the beginning of a search."""
     scores = torch.full([batch_size, n_best], float("-inf"), device=device)
-    ends = torch.full_like(scores, -1, dtype=torch.int64)
-    return Answers(scores, scores.clone(), ends, ends.new_zeros([batch_size]))
+    places = torch.full_like(scores, -1, dtype=torch.int64)
+    return Answers(scores, scores.clone(), places, places.new_zeros([batch_size]))
 
 
 def _store(results: Answers, sentences: Tensor, answers: Answers) -> None:
     """Write the answers of a batch's sentences to the results, in place."""
     results.scores.index_copy_(0, sentences, answers.scores)
     results.log_probabilities.index_copy_(0, sentences, answers.log_probabilities)
-    results.ends.index_copy_(0, sentences, answers.ends)
+    results.end_places.index_copy_(0, sentences, answers.end_places)
 
 
 def _advance(batch: _Batch, totals: Tensor, parents: Tensor, last: Tensor, own_slots: Tensor) -> _Batch:
@@ -550,6 +548,28 @@ def _advance(batch: _Batch, totals: Tensor, parents: Tensor, last: Tensor, own_s
     # A new path is that of the continued hypothesis and a slot of its own: hypothesis n has slot n of the next step.
     paths = torch.cat([paths, own_slots[:num_open, :num_open].expand(paths.size(0), -1, -1)], 2)
     return _Batch(batch.sentences, batch.limits, batch.limit_penalties, totals, last, paths, batch.source_mask)
+
+
+def _used_slots(batch: _Batch) -> int:
+    """Return the number of cache slots that earlier steps have written."""
+    return batch.paths.size(2) - batch.last.size(1)
+
+
+def _remove_finished(
+    cache: Cache, batch: _Batch, answers: Answers, is_open: Tensor, open_places: Tensor
+) -> tuple[Cache, _Batch, Answers]:
+    """Return cache, batch and answers of the open sentences only; `open_places` are their places in the batch.
+
+    The last open sentences move to the places of finished ones. Keeping the order would copy the cache of almost all
+    sentences whenever one has finished. Example: of sentences a b c d e, b and c have finished. Of the three places
+    that are left, 1 and 2 are gaps, to which d and e move: a d e.
+    """
+    num_left = open_places.size(0)
+    gaps = (~is_open[:num_left]).nonzero().squeeze(1)
+    movers = open_places[num_left - gaps.size(0) :]
+    order = torch.arange(num_left, device=gaps.device).index_copy_(0, gaps, movers)
+    cache = _move_sentences(cache, _used_slots(batch), gaps, movers, num_left)
+    return cache, _reordered(batch, order), _reordered_answers(answers, order)
 
 
 def _reordered(batch: _Batch, order: Tensor) -> _Batch:
@@ -567,7 +587,9 @@ def _reordered(batch: _Batch, order: Tensor) -> _Batch:
 
 
 def _reordered_answers(answers: Answers, order: Tensor) -> Answers:
-    return Answers(answers.scores[order], answers.log_probabilities[order], answers.ends[order], answers.counts[order])
+    return Answers(
+        answers.scores[order], answers.log_probabilities[order], answers.end_places[order], answers.counts[order]
+    )
 
 
 def _move_sentences(cache: Cache, used_slots: int, gaps: Tensor, movers: Tensor, num_left: int) -> Cache:
@@ -580,8 +602,7 @@ def _move_sentences(cache: Cache, used_slots: int, gaps: Tensor, movers: Tensor,
 
 def _grow(cache: Cache, batch: _Batch) -> tuple[Cache, _Batch]:
     """Copy the slots that are on a path to a larger cache; return it, and the batch with its paths through it."""
-    num_new = batch.totals.size(1)
-    used_slots = batch.paths.size(2) - num_new
+    num_new, used_slots = batch.totals.size(1), _used_slots(batch)
     needed = batch.paths[:, :, :used_slots].any(1)
     num_needed = int(needed.sum(1).max())
     # A sentence that needs fewer slots also keeps some that are on no path. They are sorted, since the slots of a path

@@ -1,8 +1,7 @@
 """Attention over packed rows: sentences lie end to end in a row, and each token attends to its own sentence only.
 
-Shapes: in this file, R is the number of query tokens and M that of key tokens, whether source or target: in
-cross-attention R counts target and M source tokens, the reverse of `attention.py`. H heads, K d_k, V d_v; P cells of
-padded groups.
+Shapes: H heads, K d_k, V d_v; P cells of padded groups. *queries* and *keys* are the numbers of tokens of the rows
+that these come from, which are two rows in cross-attention.
 
 `RowSentences` describes the sentences for one attention. Two kinds of implementation read it. A kernel reads the
 offsets: PyTorch's variable-length flash attention on a GPU (`FLASH_ATTENTION`), or the compiled one on a CPU. Plain
@@ -66,7 +65,7 @@ class PaddedSide(NamedTuple):
     token. One more cell, which belongs to no group, stands for all padding of the row: it holds token 0, and
     attention's result for it is 0."""
     cells: Tensor
-    """int64 [R], the cell of each token of the row."""
+    """int64 [tokens of the row], the cell of each one."""
     is_filler: Tensor
     """bool [P + 1, 1], True at cells after a sentence's end and at the last cell."""
 
@@ -118,15 +117,15 @@ def flash_attention(inputs: list[Tensor], sentences: RowSentences, num_heads: in
     It needs a GPU of compute capability 8.0 or more, 16-bit numbers, and d_k = d_v, a multiple of 8 up to 256.
 
     Args:
-        inputs: queries, keys and values [R, H * (2 K + V)]; or queries [R, H * K] and keys and values
-            [M, H * (K + V)].
+        inputs: queries, keys and values [queries, H * (2 K + V)]; or queries [queries, H * K] and keys and values
+            [keys, H * (K + V)].
         sentences: which tokens attend to which.
         num_heads: H.
         d_k: K.
         dropout: probability of dropping a weight.
 
     Returns:
-        [R, H * V].
+        [queries, H * V].
 
     Raises ValueError if there is dropout, which PyTorch's kernel does not have.
     """
@@ -186,10 +185,10 @@ def attend_in_groups(
     results = []
     # Autocast would round the inputs of products, which are in float32, to 16 bits again.
     with torch.autocast("cpu", enabled=False):
-        for group, *own in zip(padded.groups, *cells, strict=True):
-            batch = [x.unflatten(0, (group.num_sentences, -1)) for x in own]
+        for group, *of_group in zip(padded.groups, *cells, strict=True):
+            padded_inputs = [x.unflatten(0, (group.num_sentences, -1)) for x in of_group]
             query, key, value = (
-                x.unflatten(2, (num_heads, -1)).transpose(1, 2) for x in split_inputs(batch, num_heads * d_k)
+                x.unflatten(2, (num_heads, -1)).transpose(1, 2) for x in split_inputs(padded_inputs, num_heads * d_k)
             )
             heads = attend(query, key, value, group.bias)
             results.append(heads.transpose(1, 2).flatten(0, 1).flatten(1).to(dtype))
@@ -200,8 +199,9 @@ def attend_in_groups(
 class _Move(torch.autograd.Function):
     """Return x[index]. The gradient of x[i] is that of result `inverse[i]`, or 0 where `has_no_gradient`.
 
-    If x[i] is selected several times, only result `inverse[i]` is read. The caller ensures that the others are fillers
-    or padding, which have no gradient, so nothing is added up, unlike in the gradient of `index_select`.
+    If x[i] is selected several times, only result `inverse[i]` is read, so nothing is added up, unlike in the gradient
+    of `index_select`. The others are fillers or padding, which have no gradient: as keys they are hidden by a bias, and
+    as queries nothing reads their results.
     """
 
     @staticmethod

@@ -46,8 +46,8 @@ from pipeline.training.trainer import trainer_options
 def fit(recipe: Recipe, folder: RunFolder | None, fresh: bool, init_from: Path | None) -> None:
     """Prepare the corpus if necessary, then start the recipe's run or resume it, unless nothing is left to train.
 
-    `folder` is that of `checked_folder`. `fresh` removes an existing run from it. `init_from` is a checkpoint, run
-    folder or Marian model whose weights and tokenizer a new run takes over.
+    `folder` is the locked run folder on rank 0, None on other ranks. `fresh` removes an existing run from it.
+    `init_from` is a checkpoint, run folder or Marian model whose weights and tokenizer a new run takes over.
 
     Raises InputError for a user's mistake, Stopped when a signal or `trainer.max_time` stopped the run.
     """
@@ -55,12 +55,14 @@ def fit(recipe: Recipe, folder: RunFolder | None, fresh: bool, init_from: Path |
     run, corpus, resume = plan.recipe.run_folder(), plan.recipe.corpus_folder(), plan.resume
     if folder is not None:  # One rank checks, so that a mistake is reported once; its exit code ends the others.
         check_start(plan, Report())
-    elif plan.job is None:  # Left-over variables may say that this is another rank than 0, which would be silent.
+    elif plan.job is None:
+        # Left-over variables of another job may have made this process another rank than 0. Then no rank would check.
         check_trainer(plan.recipe, None, Report())
     manifest = ensure_corpus(plan.recipe.corpus, plan.tokenizer)
     if plan.tokenizer is not None:
         # Another process may have prepared the corpus since the plan was made.
         check_vocabulary(plan.recipe, plan.tokenizer, "what this run continues")
+    # A new run from other weights keeps the list of pieces that their training has seen.
     tokenizer = resume.tokenizer if resume else corpus_tokenizer(corpus).also_seen(plan.tokenizer)
     identity = NO_IDENTITY
     with ExitStack() as stack:

@@ -93,9 +93,11 @@ class SearchStep(nn.Module):
         steps = decoding.next_log_probabilities(self.network.logits(states), self.bos_id, self.pad_id)
         forced = torch.where(position + 1 >= limits, self.eos_id, -1)
         values, parents, last = decoding.best_continuations(steps, state.totals, forced, size)
-        ends = last == self.eos_id
-        answers = decoding.add_answers(state.answers, values, parents, ends, torch.full_like(limits, position), options)
-        totals, parents, last = decoding.best_open(values.masked_fill(ends, float("-inf")), parents, last, size)
+        is_end = last == self.eos_id
+        answers = decoding.add_answers(
+            state.answers, values, parents, is_end, torch.full_like(limits, position), options
+        )
+        totals, parents, last = decoding.best_open(values.masked_fill(is_end, float("-inf")), parents, last, size)
         row = (parents * self.vocabulary_size + last).unsqueeze(0)
         history = state.history.index_copy(0, state.place.unsqueeze(0), row)
         paths = paths.gather(1, parents.unsqueeze(2).expand(-1, -1, paths.size(2)))
@@ -148,7 +150,7 @@ class SearchProgram(nn.Module):
             )
             history = _with_rows(history, room).index_copy(1, batch.sentences, state.history)
         lengths = decoding.answer_lengths(answers, size)
-        tokens = self._trace_back(history.narrow(0, 0, length), answers.ends.remainder(size), lengths)
+        tokens = self._trace_back(history.narrow(0, 0, length), answers.end_places.remainder(size), lengths)
         return tokens, lengths, answers.scores, answers.log_probabilities
 
     def _select_open(self, batch: "_Batch", state: "_State") -> tuple["_Batch", "_State"]:

@@ -101,14 +101,7 @@ def plan_start(recipe: Recipe, job: JobStep | None, fresh: bool, init_from: Path
     """
     run = recipe.run_folder()
     reset = should_reset(fresh, run, job)
-    checkpoint, damaged = (None, []) if reset else latest_valid(run)
-    notes = [f"{path}: is incomplete; skipped" for path in damaged]
-    if not reset and all_checkpoints(run):
-        changes = check_same_run(run, recipe, is_corpus(recipe.corpus_folder()))
-        notes += [f"changed since the last start: {change}" for change in changes]
-    # One rank reads them all: its error ends the others.
-    members = [checkpoint] if process_rank() and checkpoint else all_checkpoints(run)
-    run_id = None if reset else check_members(run, members, recipe)
+    checkpoint, notes, run_id = (None, [], None) if reset else _own_checkpoints(run, recipe)
     if checkpoint is None:
         initial = load_initial_weights(init_from, recipe) if init_from is not None else None
         removed = [file.parent.resolve() / file.name for file in files_of_run(run)] if reset else []
@@ -121,6 +114,18 @@ def plan_start(recipe: Recipe, job: JobStep | None, fresh: bool, init_from: Path
     resume = read_resume_point(checkpoint, recipe)
     check_vocabulary(recipe, resume.tokenizer, f"the run in {run}")
     return Plan(recipe.inherit_network(resume.network), job, reset, resume, None, tuple(notes), run_id)
+
+
+def _own_checkpoints(run: Path, recipe: Recipe) -> tuple[Path | None, list[str], str | None]:
+    """Return the newest checkpoint of the recipe's run, notes for the user, and the run's identity; None if missing."""
+    checkpoint, damaged = latest_valid(run)
+    notes = [f"{path}: is incomplete; skipped" for path in damaged]
+    if all_checkpoints(run):
+        changes = check_same_run(run, recipe, texts_may_change=is_corpus(recipe.corpus_folder()))
+        notes += [f"changed since the last start: {change}" for change in changes]
+    # Rank 0 reads them all: its error ends the others.
+    members = [checkpoint] if process_rank() and checkpoint else all_checkpoints(run)
+    return checkpoint, notes, check_members(run, members, recipe)
 
 
 def check_vocabulary(recipe: Recipe, tokenizer: Tokenizer, owner: str) -> None:
