@@ -307,6 +307,11 @@ def _lay_out(
     return ids, positions
 
 
+GPU_BATCH_TOKENS = 16_384
+"""Upper bound on the padded source tokens that a search on a GPU decodes at the same time. A step of a search takes as
+long for hundreds of sentences as for ten there, because launching its kernels takes the longest."""
+
+
 class PlannedBatch(NamedTuple):
     """Pairs of similar length, for a `PaddedBatch`."""
 
@@ -321,11 +326,15 @@ class PlannedBatch(NamedTuple):
 
 
 def plan_padded_batches(
-    source_lengths: NDArray[np.integer], target_lengths: NDArray[np.integer], max_tokens: int
+    source_lengths: NDArray[np.integer],
+    target_lengths: NDArray[np.integer],
+    max_tokens: int,
+    of_similar_length: bool = True,
 ) -> list[PlannedBatch]:
     """Divide all pairs into batches of at most `max_tokens` padded tokens per side, longest source first.
 
-    Lengths are [pairs], including EOS. A longer pair is in a batch of its own.
+    Lengths are [pairs], including EOS. A longer pair is in a batch of its own. With `of_similar_length`, a batch ends
+    before sources that are more than a tenth shorter than its first one.
     """
     # Pairs of equal lengths keep the order of the corpus.
     order = np.lexsort((-target_lengths.astype(np.int64), -source_lengths.astype(np.int64)))
@@ -335,8 +344,8 @@ def plan_padded_batches(
         window = slice(first, first + max(1, max_tokens // int(source[first])))
         longest = np.maximum(source[first], np.maximum.accumulate(target[window]))
         fitting = np.arange(1, len(longest) + 1) * longest <= max_tokens
-        # Sources more than a tenth shorter than the first would cost more in padding than a smaller batch does.
-        fitting &= source[window] * 11 + 10 >= source[first] * 10
+        if of_similar_length:  # More padding would cost more than a smaller batch does.
+            fitting &= source[window] * 11 + 10 >= source[first] * 10
         end = first + max(1, int(np.count_nonzero(np.logical_and.accumulate(fitting))))
         batches.append(PlannedBatch(order[first:end], int(source[first]), int(target[first:end].max())))
         first = end

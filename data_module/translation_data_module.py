@@ -11,7 +11,15 @@ import torch
 from lightning.pytorch import LightningDataModule
 from numpy.typing import NDArray
 
-from data_module.batch import PaddedBatch, PlannedBatch, RowShape, SpecialIds, pad_batch, plan_padded_batches
+from data_module.batch import (
+    GPU_BATCH_TOKENS,
+    PaddedBatch,
+    PlannedBatch,
+    RowShape,
+    SpecialIds,
+    pad_batch,
+    plan_padded_batches,
+)
 from data_module.batch_plan import Epochs, fewest_pairs
 from data_module.corpus.manifest import SplitSources, read_manifest, split_sources
 from data_module.corpus.store import (
@@ -122,12 +130,15 @@ class TranslationDataModule(LightningDataModule):
         rank, world_size = self._rank_and_size()
         corpus, settings = self.validation_corpus, self.settings
         limit = min(settings.batch_tokens // 8, settings.max_tokens_per_device or settings.batch_tokens)
+        on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        if on_gpu:
+            limit = max(limit, min(GPU_BATCH_TOKENS, settings.max_tokens_per_device or GPU_BATCH_TOKENS))
         source, target = lengths_with_eos(corpus.source), lengths_with_eos(corpus.target)
         batches = []
         for of_source in self._validation_pairs_by_source():
             is_translated = np.isin(of_source, self.translated_pairs)
             for translated, pairs in ((True, of_source[is_translated]), (False, of_source[~is_translated])):
-                of_kind = plan_padded_batches(source[pairs], target[pairs], max(limit, self.longest))
+                of_kind = plan_padded_batches(source[pairs], target[pairs], max(limit, self.longest), not on_gpu)
                 batches += [batch._replace(pairs=pairs[batch.pairs], is_translated=translated) for batch in of_kind]
         batches.sort(key=lambda batch: (not batch.is_translated, -batch.source_length))
         return ValidationBatches(corpus, batches, self.special, rank, world_size)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from data_module.batch import GPU_BATCH_TOKENS
 from data_module.errors import InputError
 from data_module.system.files import PlainValues
 from data_module.system.text_files import progress_bar
@@ -21,13 +22,15 @@ from pipeline.inference.pieces import encode_sources, encode_target_prefixes
 from pipeline.inference.text_io import Defects
 
 
-def length_batches(lengths: Sequence[int], max_tokens: float, max_sentences: int | None = None) -> Iterator[list[int]]:
+def length_batches(
+    lengths: Sequence[int], max_tokens: float, max_sentences: int | None = None, avoids_masks: bool = True
+) -> Iterator[list[int]]:
     """Yield the indices of each batch, longest sentences first because they need the most memory.
 
     A batch ends before it would exceed `max_tokens` padded tokens or `max_sentences`; a longer sentence is a batch of
-    its own. Once it is half full, a batch also ends where the length changes, because sentences of one length need no
-    mask. Sentences shorter than `SHORTEST` count as that long, so a batch has at most `max_tokens / SHORTEST`
-    sentences. Sentences of one token, the end symbol, are left out.
+    its own. With `avoids_masks`, a batch that is half full also ends where the length changes, because sentences of one
+    length need no mask. Sentences shorter than `SHORTEST` count as that long, so a batch has at most
+    `max_tokens / SHORTEST` sentences. Sentences of one token, the end symbol, are left out.
     """
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
@@ -37,7 +40,7 @@ def length_batches(lengths: Sequence[int], max_tokens: float, max_sentences: int
             longest = max(lengths[batch[0]], SHORTEST)
             is_full = longest * (len(batch) + 1) > max_tokens or len(batch) == max_sentences
             is_half_full = longest * len(batch) * 2 >= max_tokens
-            if is_full or (is_half_full and lengths[index] < lengths[batch[-1]]):
+            if is_full or (avoids_masks and is_half_full and lengths[index] < lengths[batch[-1]]):
                 yield batch
                 batch = []
         batch.append(index)
@@ -83,7 +86,9 @@ class Translation(NamedTuple):
 SEARCHED = 2048
 """Maximum number of sentences in a call of a compiled search; each thread decodes a few of them at a time."""
 BATCH_TOKENS = 4096
-"""Upper bound on the padded source tokens that any other search decodes at the same time; see `length_batches`."""
+"""Upper bound on the padded source tokens that any other search on a CPU decodes at the same time."""
+_GPU_BYTES = 2_500_000
+"""Memory of a GPU for each source token, with a beam of 4: three times what the big model takes in float32."""
 LONGEST = 1024
 """Limit on the tokens of a source; the time of attention grows with the square of the length."""
 EMPTY = Hypothesis("", 0.0, 0.0, 0)
@@ -120,7 +125,6 @@ class Translator:
         self.name, self.recipe = name, recipe or {}
         self.prefixes = Prefixes.of_corpus(recipe["corpus"]) if recipe else Prefixes()
         self.tokenizer, self.settings = tokenizer, settings
-        self._batch_limits = (math.inf, SEARCHED) if isinstance(search, CompiledSearch) else (BATCH_TOKENS, None)
         self.max_source_tokens = min(self.search.max_positions or LONGEST, LONGEST)
         """Longer sentences are cut to this many tokens, including the end symbol."""
 
@@ -148,13 +152,23 @@ class Translator:
         sources, defects = encode_sources(self.tokenizer, sentences, self.max_source_tokens, self.prefixes)
         prefixes = self._prefix_ids(target_prefixes, sources, settings.max_extra_tokens, first)
         results: list[tuple[list[Hypothesis], tuple[int, ...]]] = [([EMPTY], ()) for _ in sources]
-        for batch in length_batches([len(source) for source in sources], *self._batch_limits):
+        for batch in self._batches([len(source) for source in sources], settings.beam_size):
             lines = [first + i for i in batch]
             begins = [prefixes[i] for i in batch] if prefixes else []
             answers = self._search([sources[i] for i in batch], lines, options, settings, begins, finished)
             for index, answer in zip(batch, answers, strict=True):
                 results[index] = answer
         return [Translation(found, wrong, ids) for (found, ids), wrong in zip(results, defects, strict=True)]
+
+    def _batches(self, lengths: list[int], beam_size: int) -> Iterator[list[int]]:
+        """Return the batches of sources of these lengths that are searched at the same time."""
+        if isinstance(self.search, CompiledSearch):
+            return length_batches(lengths, math.inf, SEARCHED)
+        if self.device.type != "cuda":
+            return length_batches(lengths, BATCH_TOKENS)
+        room = torch.cuda.get_device_properties(self.device).total_memory // _GPU_BYTES
+        tokens = min(GPU_BATCH_TOKENS, room) * 4 // max(4, beam_size)
+        return length_batches(lengths, max(BATCH_TOKENS, tokens), avoids_masks=False)
 
     def _prefix_ids(
         self, target_prefixes: list[str] | None, sources: list[list[int]], extra: int, first: int

@@ -178,6 +178,8 @@ def test_similar_lengths_share_a_padded_batch(source: list[int], tokens: int, si
     """The longest is at most 1.1 times the shortest plus one."""
     batches = plan_padded_batches(np.array(source, np.uint16), np.full(len(source), 5, np.uint16), tokens)
     assert [len(batch.pairs) for batch in batches] == sizes
+    [whole] = plan_padded_batches(np.array(source), np.full(len(source), 5), 1000, of_similar_length=False)
+    assert (len(whole.pairs), whole.source_length) == (len(source), max(source))
 
 
 @given(st.data())

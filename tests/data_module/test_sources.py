@@ -3,9 +3,11 @@
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from data_module.batch import SpecialIds
 from data_module.corpus.manifest import source_names
@@ -145,6 +147,27 @@ def test_a_validation_batch_is_of_one_source(settings: CorpusSettings) -> None:
     assert max(first_with) < len(batches) - 1  # sources are mixed, so that every rank has some of each
 
 
+def rank_of(rank: int, world_size: int, device: str = "cpu") -> Any:
+    """Return what the data ask a Trainer for."""
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    return SimpleNamespace(global_rank=rank, world_size=world_size, strategy=strategy)
+
+
+@pytest.mark.parametrize(("most", "expected"), [(None, [7, 1]), (20_000, [7, 1]), (60, [9, 7])])
+def test_a_gpu_validates_in_large_batches(most: int | None, expected: list[int], settings: CorpusSettings) -> None:
+    """Of sentences of any length, within a limit that is given. On a CPU a batch has an eighth of training's tokens."""
+    made(replace(settings, validation=settings.validation[:1]))
+    batches = BatchSettings(batch_tokens=800, max_tokens_per_device=most, workers=0)
+    data = TranslationDataModule(Path(settings.folder), batches, SpecialIds(pad=0, bos=2, eos=3), seed=1)
+    counts = []
+    for device in ("cpu", "cuda"):
+        data.trainer = rank_of(0, 1, device)
+        loaded = list(data.val_dataloader())
+        assert sorted(pair for batch in loaded for pair in batch.pairs.tolist()) == list(range(20))
+        counts.append(len(loaded))
+    assert counts == expected
+
+
 def test_some_sentences_are_translated(settings: CorpusSettings) -> None:
     """Of 30 pairs, four that are 7.5 apart, in batches of their own that each rank has as many of, give or take one."""
     made(settings)
@@ -157,7 +180,7 @@ def test_some_sentences_are_translated(settings: CorpusSettings) -> None:
         found: dict[bool, list[int]] = {True: [], False: []}
         per_rank = []
         for rank in range(2):
-            data.trainer = SimpleNamespace(global_rank=rank, world_size=2)  # type: ignore[assignment]
+            data.trainer = rank_of(rank, 2)
             loaded = [batch for batch in data.val_dataloader() if not batch.is_filler]
             for batch in loaded:
                 found[batch.is_translated] += batch.pairs.tolist()

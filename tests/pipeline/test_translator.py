@@ -1,6 +1,8 @@
 import math
 import random
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -122,6 +124,22 @@ def test_length_batches() -> None:
     assert max(len(batch) for batch in length_batches([2] * 5000, 4096)) == 256
     assert list(length_batches([20] * 10, 100)) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     assert list(length_batches([20, 30, 1, 40], math.inf, 2)) == [[3, 1], [0]]
+    assert list(length_batches([20, 30, 1, 40], 80)) == [[3], [1, 0]]
+    assert list(length_batches([20, 30, 1, 40], 120, avoids_masks=False)) == [[3, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "beam_size", "sizes"), [(141, 4, [1024, 976]), (141, 8, [512] * 3 + [464]), (4, 4, [256] * 7 + [208])]
+)
+def test_a_gpu_searches_large_batches(
+    gigabytes: int, beam_size: int, sizes: list[int], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 2,000 sentences of 10 tokens, which count as 16, if its memory holds their beams."""
+    search: Any = SimpleNamespace(max_positions=0)
+    translator = Translator(search, tokenizer, SETTINGS, device="cuda")
+    properties = SimpleNamespace(total_memory=gigabytes * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert [len(batch) for batch in translator._batches([10] * 2000, beam_size)] == sizes
 
 
 def test_a_translation_may_be_any_bytes_and_a_source_cut_within_a_character(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,8 @@ def validate(corpus: Path, num_ranks: int) -> tuple[dict[str, float], list[Score
     data = TranslationDataModule(corpus, BatchSettings(batch_tokens=400), special, seed=1)
     ranks, num_fillers = [], 0
     for rank in range(num_ranks):
-        trainer = SimpleNamespace(global_rank=rank, world_size=num_ranks)
+        strategy = SimpleNamespace(root_device=torch.device("cpu"))
+        trainer = SimpleNamespace(global_rank=rank, world_size=num_ranks, strategy=strategy)
         data.trainer = trainer
         samples = ValidationSamples(*data.validation_text(), tokenizer)
         module = SimpleNamespace(device="cpu")
