@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from data_module.batch import PackedBatch
@@ -114,7 +115,7 @@ def packed_sentences(
 def flash_attention(inputs: list[Tensor], sentences: RowSentences, num_heads: int, d_k: int, dropout: float) -> Tensor:
     """Compute attention (equation 1) by PyTorch's variable-length attention.
 
-    It needs a GPU of compute capability 8.0 or more, 16-bit numbers, and d_k = d_v, a multiple of 8 up to 256.
+    It needs a GPU of compute capability 8.0 or more, 16-bit numbers, and d_k <= d_v, multiples of 8 up to 256.
 
     Args:
         inputs: queries, keys and values [queries, H * (2 K + V)]; or queries [queries, H * K] and keys and values
@@ -132,18 +133,20 @@ def flash_attention(inputs: list[Tensor], sentences: RowSentences, num_heads: in
     if dropout:
         raise ValueError("flash attention has no dropout")
     query, key, value = (x.unflatten(1, (num_heads, -1)) for x in split_inputs(inputs, num_heads * d_k))
-    return _flash(query, key, value, sentences)
+    if (missing := value.size(2) - d_k) > 0:  # The kernel takes one size only. Zeros add nothing to a product.
+        query, key = F.pad(query, [0, missing]), F.pad(key, [0, missing])
+    return _flash(query, key, value, sentences, d_k**-0.5)
 
 
 FLASH_ATTENTION = RowAttention("flash", flash_attention)
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, sentences: RowSentences) -> Tensor:
+def _flash(query: Tensor, key: Tensor, value: Tensor, sentences: RowSentences, scale: float) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # An experimental part of PyTorch, which only GPUs need.
 
     window = (-1, 0) if sentences.is_causal else (-1, -1)
     offsets, longest = (sentences.query_offsets, sentences.key_offsets), sentences.longest
-    result: Any = varlen_attn(query, key, value, *offsets, longest, longest, window_size=window)
+    result: Any = varlen_attn(query, key, value, *offsets, longest, longest, scale=scale, window_size=window)
     return result.flatten(1)
 
 

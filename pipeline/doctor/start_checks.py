@@ -27,7 +27,7 @@ from pipeline.doctor.recipe_checks import CheckResult, Report
 from pipeline.metrics.bleu_tokenizer import require_tokenizer
 from pipeline.metrics.metrics import mode_of
 from pipeline.ranks.rendezvous import check_loopback
-from pipeline.runtime.backend_choice import choose_backend, flash_takes, should_compile
+from pipeline.runtime.backend_choice import choose_backend, flash_obstacle, should_compile
 from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.devices import (
     ONE_GPU_NOTE,
@@ -152,7 +152,7 @@ def check_trainer(recipe: Recipe, job: JobStep | None, report: Report) -> None:
             " process uses all its cores: remove the key, or check nvidia-smi if there should be GPUs"
         )
     # Nothing else can be wrong. The complete choice takes time, and is made and printed when training starts.
-    should_compile(recipe.run.compile, options, not flash_takes(options, recipe.network), [])
+    should_compile(recipe.run.compile, options, flash_obstacle(options, recipe.network) is not None, [])
 
 
 def check_backend(recipe: Recipe, job: JobStep | None, report: Report) -> None:

@@ -42,10 +42,12 @@ def choose_backend(
     precision = str(options["precision"])
     notes: list[str] = []
     parts: dict[str, Any] = {"attention": PLAIN_ATTENTION, "search": PYTORCH_SEARCH}
-    if flash_takes(options, network):
+    if (obstacle := flash_obstacle(options, network)) is None:
         parts["attention"] = FLASH_ATTENTION
     elif options["accelerator"] == "cpu" and kernels is None:
         parts |= _compiled_programs(precision, network, notes)
+    elif _on_gpu(options):
+        notes.append(f"training without flash attention, and so without torch.compile, which is slower: {obstacle}")
     compiles = should_compile(compiles, options, parts["attention"] is PLAIN_ATTENTION, notes)
     return Backend(precision, compiled=CompiledForward if compiles else None, notes=tuple(notes), **parts)
 
@@ -113,18 +115,21 @@ def should_compile(requested: bool | None, options: TrainerOptions, is_plain: bo
     return False
 
 
-def flash_takes(options: TrainerOptions, network: NetworkSettings) -> bool:
-    """Return whether PyTorch's variable-length flash attention supports this device and the network."""
+def flash_obstacle(options: TrainerOptions, network: NetworkSettings) -> str | None:
+    """Return why PyTorch's variable-length flash attention cannot be used; None if it can."""
     if not _on_gpu(options):
-        return False
-    d_k, d_v = network.key_size, network.value_size
-    takes_heads = d_k == d_v and d_k % 8 == 0 and d_k <= 256 and not network.attention_dropout
-    takes_heads &= network.self_attention == NetworkSettings.self_attention
-    return (
-        str(options["precision"]).startswith(("bf16", "16"))
-        and takes_heads
-        and torch.cuda.get_device_capability(_own_device(options)) >= (8, 0)
-    )
+        return "it is for GPUs"
+    d_k, d_v, precision = network.key_size, network.value_size, str(options["precision"])
+    capability = torch.cuda.get_device_capability(_own_device(options))
+    obstacles = {
+        f"trainer.precision {precision} is not of 16 bits": not precision.startswith(("bf16", "16")),
+        f"network.attention_dropout is {network.attention_dropout}": network.attention_dropout > 0.0,
+        f"network.self_attention is {network.self_attention}": network.self_attention != NetworkSettings.self_attention,
+        f"heads have d_k {d_k} and d_v {d_v}, not multiples of 8 up to 256": d_k % 8 or d_v % 8 or max(d_k, d_v) > 256,
+        f"heads have d_k {d_k}, above d_v {d_v}": d_k > d_v,
+        f"this GPU's compute capability is {'.'.join(map(str, capability))}, below 8.0": capability < (8, 0),
+    }
+    return "; ".join(line for line, holds in obstacles.items() if holds) or None
 
 
 def choose_search(

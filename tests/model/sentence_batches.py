@@ -152,16 +152,18 @@ def attention_of_parts(
     return result.flatten(1)
 
 
-def sentence_by_sentence(query: Tensor, key: Tensor, value: Tensor, sentences: RowSentences) -> Tensor:
+def sentence_by_sentence(query: Tensor, key: Tensor, value: Tensor, sentences: RowSentences, scale: float) -> Tensor:
     """Stand in for variable-length flash attention, which needs a GPU."""
     parts = []
     for offsets in (sentences.query_offsets.tolist(), sentences.key_offsets.tolist()):
         assert max(end - start for start, end in pairwise(offsets)) <= sentences.longest
         parts.append([slice(*ends) for ends in pairwise(offsets)])
+    assert query.size(2) == value.size(2)
+    query = query * (scale * query.size(2) ** 0.5)
     return attention_of_parts((query, key, value), zip(*parts, strict=True), sentences.is_causal)
 
 
-def masked_attention(query: Tensor, key: Tensor, value: Tensor, sentences: RowSentences) -> Tensor:
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, sentences: RowSentences, scale: float) -> Tensor:
     """Stand in for variable-length flash attention, which needs a GPU, in a form that the compiler can trace."""
     own, other = (
         torch.searchsorted(offsets, torch.arange(rows.size(0), dtype=offsets.dtype), right=True)
@@ -170,5 +172,6 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, sentences: RowSe
     allowed = own[:, None] == other
     if sentences.is_causal:
         allowed &= torch.ones_like(allowed).tril()
-    heads = F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in (query, key, value)), attn_mask=allowed)
+    inputs = (x.transpose(0, 1) for x in (query, key, value))
+    heads = F.scaled_dot_product_attention(*inputs, attn_mask=allowed, scale=scale)
     return heads.transpose(0, 1).flatten(1)
