@@ -30,8 +30,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.doctor.recipe_checks import Report
 from pipeline.doctor.start_checks import check_start, check_trainer
 from pipeline.runtime import signals
-from pipeline.runtime.backend_choice import choose_backend
-from pipeline.runtime.compiled_code import start_compiler
+from pipeline.runtime.backend_choice import choose_backend, try_gpu
 from pipeline.runtime.console import say
 from pipeline.runtime.devices import allow_tf32
 from pipeline.runtime.launch import current_step
@@ -96,11 +95,10 @@ def train(start: Start) -> None:
         say(line)
     with naming_failures(recipe, start.tokenizer.vocabulary_size, options):
         with signals.not_recorded():  # This can take minutes and loses nothing.
+            try_gpu(backend, options)
             module = build_module(recipe, start.tokenizer, backend)
         if plan.initial is not None:
             module.network.load_state_dict(plan.initial.weights)
-        if backend.compiled and torch.cuda.is_available():
-            start_compiler()
         data = build_data(recipe, start.tokenizer, backend)
         if text_sources := data.validation_sources():
             module.report_sources(text_sources.names, torch.from_numpy(text_sources.of_pair))

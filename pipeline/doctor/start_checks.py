@@ -27,7 +27,7 @@ from pipeline.doctor.recipe_checks import CheckResult, Report
 from pipeline.metrics.bleu_tokenizer import require_tokenizer
 from pipeline.metrics.metrics import mode_of
 from pipeline.ranks.rendezvous import check_loopback
-from pipeline.runtime.backend_choice import choose_backend, flash_obstacle, should_compile
+from pipeline.runtime.backend_choice import choose_backend, flash_obstacle, should_compile, try_gpu
 from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.devices import (
     ONE_GPU_NOTE,
@@ -162,6 +162,7 @@ def check_backend(recipe: Recipe, job: JobStep | None, report: Report) -> None:
     report.ok(backend.line())
     for note in backend.notes:
         report.note(note)
+    try_gpu(backend, options)
 
 
 def check_disk_space(recipe: Recipe, report: Report) -> None:

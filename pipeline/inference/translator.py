@@ -122,6 +122,8 @@ class Translator:
             search.eval().to(device)
         self.search: Any = search
         self.device = torch.device(device)
+        if self.device.type == "cuda":  # See `TranslationModule.on_fit_start`.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self.name, self.recipe = name, recipe or {}
         self.prefixes = Prefixes.of_corpus(recipe["corpus"]) if recipe else Prefixes()
         self.tokenizer, self.settings = tokenizer, settings

@@ -91,11 +91,12 @@ def value_of_each_rank(value: object) -> list[Any]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [json.loads(text)]
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(text)], device=device))
-    longest = max(map(int, sizes))
+    # One tensor for all ranks, so that the host waits for a GPU once, and not for each rank.
+    sizes = torch.zeros(dist.get_world_size(), 1, dtype=torch.int64, device=device)
+    dist.all_gather(list(sizes), torch.tensor([len(text)], device=device))
+    longest = int(sizes.max())
     if longest > _MOST_BYTES:
         raise RendezvousError(f"a rank sends {longest:,} bytes in place of a short message; start again")
-    texts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in sizes]
-    dist.all_gather(texts, torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(device))
-    return [json.loads(one.cpu().numpy().tobytes()) for one in texts]
+    texts = torch.zeros(len(sizes), longest, dtype=torch.uint8, device=device)
+    dist.all_gather(list(texts), torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(device))
+    return [json.loads(one.tobytes()) for one in texts.cpu().numpy()]

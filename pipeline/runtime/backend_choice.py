@@ -15,10 +15,10 @@ from model.backend import PYTORCH_SEARCH, Backend, Search
 from model.fast import compiled_attention, packed_linear
 from model.fast import compiled_search as search_program
 from model.fast.compilation import CompiledForward
-from model.packed_attention import FLASH_ATTENTION, PLAIN_ATTENTION
+from model.packed_attention import FLASH_ATTENTION, PLAIN_ATTENTION, RowSentences
 from model.settings import NetworkSettings
 from model.transformer import Transformer
-from pipeline.runtime.compiled_code import Program, load_program, missing_compiler
+from pipeline.runtime.compiled_code import Program, load_program, missing_compiler, start_compiler
 from pipeline.runtime.console import report
 from pipeline.runtime.devices import TrainerOptions, device_indices
 from pipeline.runtime.launch import local_rank
@@ -130,6 +130,35 @@ def flash_obstacle(options: TrainerOptions, network: NetworkSettings) -> str | N
         f"this GPU's compute capability is {'.'.join(map(str, capability))}, below 8.0": capability < (8, 0),
     }
     return "; ".join(line for line, holds in obstacles.items() if holds) or None
+
+
+def try_gpu(backend: Backend, options: TrainerOptions) -> None:
+    """Try a backend's parts on this process's GPU, if training has one; raise InputError as `try_parts` does."""
+    if _on_gpu(options):
+        try_parts(backend, torch.device("cuda", _own_device(options)))
+
+
+def try_parts(backend: Backend, device: torch.device) -> None:
+    """Compute a small attention by the backend's kernel, and compile a sum, if training compiles.
+
+    Raises InputError if the driver, the C compiler or a library fails.
+    """
+    way_out = "install a torch that fits this GPU and its driver"
+    tried = f"{backend.attention.name} attention"
+    try:
+        x = torch.ones(8, 24, dtype=torch.bfloat16, device=device)
+        offsets = torch.tensor([0, 8], dtype=torch.int32, device=device)
+        if backend.attention.function is not None:
+            x = backend.attention.function([x], RowSentences(offsets, offsets, 8, False), 1, 8, 0.0)
+        x.tolist()  # waits for the device
+        if backend.compiled is not None:
+            tried, way_out = "run.compile: torch.compile", "mend that, or set run.compile to false to train without it"
+            start_compiler()
+            torch.compile(lambda x: x + 1)(x).tolist()
+    except RuntimeError as error:
+        # The compiler's advice on how to debug it follows after an empty line.
+        reason = " ".join(str(error).partition("\n\n")[0].split())[:300]
+        raise InputError(f"{tried} does not run on {device}: {reason}; {way_out}") from error
 
 
 def choose_search(

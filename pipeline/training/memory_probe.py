@@ -132,7 +132,9 @@ class MemoryProbe(Callback):
             # The compiler's measurements of kernels take memory that training does not need.
             torch.cuda.reset_peak_memory_stats(module.device)
             self._steps(trainer, module)
-        except torch.cuda.OutOfMemoryError:
+        except RuntimeError as error:  # The compiler raises errors of its own in place of those that it meets.
+            if lacking_memory(error) is None:
+                raise
             raise self._needs_more(limit, 2 * limit.size - fixed, fixed) from None
         return torch.cuda.max_memory_allocated(module.device), limit
 

@@ -37,6 +37,7 @@ def test_a_bundle_on_a_gpu(tmp_path: Path) -> None:
     model = load_torchscript(tmp_path / "model.ts", "cuda")
     found = type(expected)(*(one.cpu() for one in model.beam(source.cuda(), mask.cuda(), 4, 0.6, 10, 4)))
     assert_finds(network, found, references(network, 4, 0.6, 10))
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as the bundle's README says
     halves = model.to(torch.bfloat16).beam(source.cuda(), mask.cuda(), 4, 0.6, 10, 4)
     assert bool((halves.lengths[:, 0] > 0).all())
     assert (halves.scores[:, 0].cpu() - expected.scores[:, 0]).abs().max() < 0.5

@@ -3,6 +3,9 @@
 import copy
 import sys
 import sysconfig
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,12 +16,13 @@ from data_module.batch import PaddedBatch, SpecialIds
 from data_module.errors import InputError
 from model.backend import Backend
 from model.decoding import BeamSearch
+from model.fast.compilation import CompiledForward
 from model.fast.compiled_search import EXTRA_TOKENS, agreement_cases
 from model.layers import NORMS
 from model.packed_attention import FLASH_ATTENTION, PLAIN_ATTENTION
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import TranslationModule
-from pipeline.runtime.backend_choice import choose_backend, compiled_search
+from pipeline.runtime.backend_choice import choose_backend, compiled_search, try_parts
 
 ON_GPU = {"accelerator": "gpu", "precision": "bf16-mixed"}
 NETWORK = NetworkSettings()
@@ -165,6 +169,32 @@ def test_when_to_compile(gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert f"python3-dev or python3-devel, and {tmp_path}/Python.h is missing" in backend.notes[0]
     (tmp_path / "Python.h").touch()
     assert chosen(None, "gpu").compiled
+
+
+@pytest.mark.parametrize(
+    ("backend", "problem"),
+    [
+        (Backend(), None),
+        (Backend(attention=FLASH_ATTENTION), "flash attention does not run on cpu: .*; install a torch that fits"),
+        (
+            Backend(compiled=CompiledForward),
+            "run.compile: torch.compile does not run on cpu: backend='no_gcc' raised: OSError: no gcc; mend that, or "
+            "set run.compile to false to train without it",
+        ),
+    ],
+)
+def test_parts_that_do_not_run_are_found_before_training(
+    backend: Backend, problem: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, which has no flash attention, and with a compiler that fails."""
+
+    def no_gcc(*_: object) -> Callable[..., object]:
+        raise OSError("no gcc")
+
+    monkeypatch.setattr("pipeline.runtime.backend_choice.start_compiler", lambda: None)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=no_gcc))
+    with nullcontext() if problem is None else pytest.raises(InputError, match=problem):
+        try_parts(backend, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

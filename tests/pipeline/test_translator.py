@@ -135,8 +135,10 @@ def test_a_gpu_searches_large_batches(
     gigabytes: int, beam_size: int, sizes: list[int], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 2,000 sentences of 10 tokens, which count as 16, if its memory holds their beams."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
     search: Any = SimpleNamespace(max_positions=0)
     translator = Translator(search, tokenizer, SETTINGS, device="cuda")
+    assert not torch.backends.cuda.cudnn_sdp_enabled()  # cuDNN would plan for every length
     properties = SimpleNamespace(total_memory=gigabytes * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     assert [len(batch) for batch in translator._batches([10] * 2000, beam_size)] == sizes
