@@ -6,6 +6,7 @@ last output line is JSON.
 """
 
 import argparse
+from dataclasses import replace
 
 from data_module.errors import InputError
 from data_module.system.files import user_path
@@ -32,6 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_prefix_argument(parser)
     add_search_arguments(parser)
+    parser.add_argument(
+        "--n-best",
+        type=int,
+        metavar="N",
+        help="add the share of sentences with an exact match among the best 1, 3, 5 and 10 translations, up to N; "
+        "at most the beam size",
+    )
     parser.add_argument(
         "--metric",
         choices=("ter", "chrf2++"),
@@ -61,7 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the options and read the texts, then translate and score."""
-    options, texts, scores = SearchOptions.given(arguments), given_texts(arguments), given_scores(arguments)
+    options = replace(SearchOptions.given(arguments), n_best=1 if arguments.n_best is None else arguments.n_best)
+    texts, scores = given_texts(arguments), given_scores(arguments)
     check_files(arguments)
     if arguments.output is not None:
         require_writable(arguments.output, "--output")

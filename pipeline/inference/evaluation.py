@@ -36,14 +36,18 @@ class Scored(NamedTuple):
 
     names: list[str]
     """The evaluated checkpoint, and that of `--versus`."""
-    translations: list[list[str]]
-    """The translations of each system."""
+    translations: list[list[list[str]]]
+    """The translations of each sentence by each system, best first."""
     references: list[list[str]]
     """One list or several."""
     scores: list[list[float]]
     """The numbers of `--scores` of each system; empty without the option."""
     tokenizer: str
     """BLEU's tokenizer."""
+    n_best: int | None
+    """The number of `--n-best`, if it is given."""
+    best_by: str
+    """The metric to print first."""
     requested: list[str]
     """Names of further metrics; see `metrics_on`."""
     language: str | None
@@ -85,11 +89,12 @@ def evaluate(
             require_as_many(path, numbers, len(text.sources))
     test_set = Path(SACREBLEU_DIR, arguments.test_set).rglob("*") if arguments.test_set else ()
     check_files(arguments, [translator.recipe for translator in translators], *test_set)
+    settings, *_ = [options.in_place_of(translator.settings) for translator in translators]
     settings_of_scores = score_settings(translators[0], arguments, text)
     translated = [translations(translator, text, options) for translator in translators]
     names = [translator.name for translator in translators]
     scored = Scored(names, translated, text.references, scores, *settings_of_scores)
-    hypotheses = translated[0]
+    hypotheses = [best for best, *_ in translated[0]]
     for message in metrics.reference_warnings(text.references[0], hypotheses):
         report(f"{text.name}: its lines {message}")
     if sum(line.endswith(" .") for line in hypotheses) >= TOKENIZED_LINES and not metrics.are_characters(hypotheses):
@@ -104,7 +109,6 @@ def evaluate(
     if sources:
         print("all sources:")
     figures = print_scores(scored)
-    settings = options.in_place_of(translators[0].settings)
     figures |= {"sources": sources} if sources else {}
     figures |= {"test_set": text.name} if arguments.test_set else {}
     figures |= {name: getattr(settings, name) for name in ("beam_size", "length_penalty", "stop_rule")}
@@ -126,8 +130,8 @@ def text_of_model(translator: Translator, arguments: argparse.Namespace) -> Eval
         raise InputError(f"{translator.name}: {error}") from None
 
 
-def translations(translator: Translator, text: EvaluationText, options: SearchOptions) -> list[str]:
-    """Return the translations of a text, and print warnings about its sentences."""
+def translations(translator: Translator, text: EvaluationText, options: SearchOptions) -> list[list[str]]:
+    """Return the best translations of each sentence, and print warnings about the text."""
     prefixes = translator.prefixes
     if unknown := [one for one in dict.fromkeys(text.prefixes) if one is not None and one not in prefixes.symbols]:
         report(f"{translator.name}: sources are without {' '.join(unknown)}, which it does not know")
@@ -138,13 +142,13 @@ def translations(translator: Translator, text: EvaluationText, options: SearchOp
     for number, answer in enumerate(answers, 1):
         warnings.add(number, answer.defects)
     warnings.print()
-    return [answer.text for answer in answers]
+    return [[hypothesis.text for hypothesis in answer.hypotheses] for answer in answers]
 
 
 def score_settings(
     translator: Translator, arguments: argparse.Namespace, text: EvaluationText
-) -> tuple[str, list[str], str | None]:
-    """Return the last three fields of `Scored`, by the checkpoint's recipe and the options; print warnings.
+) -> tuple[str, int | None, str, list[str], str | None]:
+    """Return the fields of `Scored` from `tokenizer` on, by the checkpoint's recipe and the options; print warnings.
 
     Raises InputError if the recipe's tokenizer is not installed, or `--paper` was not made for the language or the
     text.
@@ -157,28 +161,35 @@ def score_settings(
     tokenizer = tokenizer_of(translator.recipe)
     if warning := spacing_warning(text.references[0], tokenizer):
         report(f"{text.name}: its lines {warning}")
-    requested = list(dict.fromkeys([*translator.recipe["run"]["metrics"], *arguments.metric]))
+    run = translator.recipe["run"]
+    requested = list(dict.fromkeys([*run["metrics"], run["best_by"], *arguments.metric]))
     if text.references[1:] and (single := metrics.of_one_reference(requested)):
         report(f"{text.name}: without {', '.join(single)}, made for one reference of a sentence")
-    return tokenizer, requested, language if arguments.paper else None
+    return tokenizer, arguments.n_best, run["best_by"], requested, language if arguments.paper else None
 
 
 def print_scores(scored: Scored) -> PlainValues:
-    """Print a line for each score of a text, and return the scores."""
-    (hypotheses, *others), (references, *more) = scored.translations, scored.references
+    """Print a line for each score of a text, that of `best_by` first, and return the scores."""
+    references, *more = scored.references
+    hypotheses, *others = ([best for best, *_ in one] for one in scored.translations)
     options: PlainValues = {"more": more, "requested": scored.requested, "other": next(iter(others), None)}
     figures, versus = metrics.score_and_compare(hypotheses, references, scored.tokenizer, **options)
     if scored.language is not None:
         figures |= metrics.paper_score(hypotheses, references, scored.language)
+    if scored.n_best is not None:
+        answers, *of_other = scored.translations
+        shares, difference = metrics.n_best_scores(answers, scored.references, scored.n_best, *of_other)
+        figures, versus = figures | shares, versus | difference
     if scored.scores:
         mean, difference = metrics.mean_score(*scored.scores)
         figures, versus = figures | mean, versus | difference
-    for name in [name for name in figures if f"{name}_interval" in figures]:
+    names = sorted(figures, key=lambda name: name.partition("@")[0] != scored.best_by)
+    for name in [name for name in names if f"{name}_interval" in figures]:
         low, high = figures[f"{name}_interval"]
         print(f"{name:20} {figures[name]:6.2f}  [{low:.2f}, {high:.2f}]  {figures[f'{name}_signature']}")
     if others:
         figures["versus"] = {"checkpoint": scored.names[1], **versus}
-    for name in [name for name in versus if f"{name}_difference" in versus]:
+    for name in [name for name in names if f"{name}_difference" in versus]:
         significant = "significant" if versus[f"{name}_difference_is_real"] else "not significant"
         print(
             f"{name:20} {versus[f'{name}_difference']:+6.2f}  against {versus[name]:.2f} of {scored.names[1]}: "

@@ -3,6 +3,7 @@
 `METRICS` holds the metrics that `evaluate` and validation compute.
 """
 
+import math
 import re
 import statistics
 from collections.abc import Iterable, Sequence
@@ -23,6 +24,8 @@ from pipeline.metrics.private import chrf_score, chrf_statistics
 RESAMPLES, SEED = 1000, 12345
 """Number of bootstrap resamples and seed of their generator: sacreBLEU's defaults, which give its intervals."""
 SIGNIFICANT = 0.05
+NUM_BEST = (1, 3, 5, 10)
+"""Numbers of best answers among which `n_best_scores` looks for a right one."""
 SACREMOSES = ("sacremoses", "paper-score")
 """The package that `paper_score` needs, and its extra."""
 MOSES_LANGUAGES = (
@@ -257,6 +260,54 @@ def score(hypotheses: list[str], references: list[str], tokenizer: str = DEFAULT
     return score_and_compare(hypotheses, references, tokenizer, **options)[0]
 
 
+def n_best_scores(
+    answers: list[list[str]], references: Sequence[list[str]], n_best: int, other: list[list[str]] | None = None
+) -> tuple[PlainValues, PlainValues]:
+    """Return in what percentage of sentences one of the best answers is right, and the comparison with `other`.
+
+    The keys are `exact_match@3` for the best 3 answers, and likewise for each number of `NUM_BEST` up to `n_best`, for
+    `n_best` itself, and for each metric of an extension; see `score_and_compare` for intervals, signatures and the
+    comparison. An answer is right if a metric gives it the best score that it gives any of the references for itself,
+    each as the only sentence of a text.
+
+    `answers`, and `other` of another system, have each sentence's answers, best first. `references` has one list or
+    several; with several, metrics for one reference are left out.
+    """
+    figures: PlainValues = {}
+    comparison: PlainValues = {}
+    omitted = {"bleu", "chrf", *(of_one_reference() if references[1:] else ())}
+    share = ExactMatch()
+    for name in [name for name in METRICS if name not in omitted]:
+        ranks = [_ranks_of_right(name, one, references) for one in (answers, other) if one is not None]
+        for count in sorted({*(number for number in NUM_BEST if number < n_best), n_best}):
+            this, *others = (np.stack([rank < count, np.ones_like(rank)], axis=1) for rank in ranks)
+            key = f"{name}@{count}"  # No metric has this name: an @ is in no identifier.
+            signature = _signature(METRICS[name], len(references))
+            figures |= _interval(key, share, this) | {f"{key}_signature": signature}
+            for theirs in others:
+                comparison |= _compared(key, share, this, theirs)
+    return figures, comparison
+
+
+def _ranks_of_right(name: str, answers: list[list[str]], references: Sequence[list[str]]) -> NDArray[np.float64]:
+    """Return how many answers to each sentence come before the first right one [sentences]; infinity without one."""
+    metric, sign = METRICS[name], 1 if mode_of(name) == "max" else -1
+
+    def mark(answer: str, rows: Sequence[str]) -> float:
+        with np.errstate(all="ignore"):  # A metric may divide by the counts of an empty sentence.
+            score = float(metric.score(np.array(metric.statistics(answer, *rows), dtype=np.float32)))
+        return sign * score if math.isfinite(score) else -math.inf
+
+    rows = list(zip(*references, strict=True))
+    best = max(mark(one[0], one) for one in rows)
+
+    def rank(found: list[str], right: Sequence[str]) -> float:
+        marks = (mark(answer, right) for answer in found)
+        return next((place for place, one in enumerate(marks) if one >= best > -math.inf), math.inf)
+
+    return np.array([rank(found, right) for found, right in zip(answers, rows, strict=True)])
+
+
 def of_one_reference(requested: Iterable[str] = ()) -> list[str]:
     """Return the names of the metrics that cannot be computed with several references; see `metrics_on`."""
     chosen = metrics_on(DEFAULT, requested)
@@ -396,10 +447,15 @@ def _with_interval(
     name: str, metric: Metric, sentence_statistics: NDArray[np.int64], num_references: int = 1
 ) -> PlainValues:
     """Return the score of sentences, its interval and its signature."""
+    signature = _signature(metric, num_references)
+    return _interval(name, metric, sentence_statistics) | {f"{name}_signature": signature}
+
+
+def _signature(metric: Metric, num_references: int) -> str:
+    """Return a metric's signature, with the number of references and the settings of the bootstrap."""
     signature = re.sub(r"^nrefs:\d+", f"nrefs:{num_references}", metric.signature())
     # The bootstrap's settings follow the number of references, as in sacreBLEU's.
-    signature = re.sub(r"^(nrefs:\d+\|)?", rf"\g<1>bs:{RESAMPLES}|seed:{SEED}|", signature, count=1)
-    return _interval(name, metric, sentence_statistics) | {f"{name}_signature": signature}
+    return re.sub(r"^(nrefs:\d+\|)?", rf"\g<1>bs:{RESAMPLES}|seed:{SEED}|", signature, count=1)
 
 
 def _interval(name: str, metric: Metric | _Mean, sentence_statistics: NDArray[np.number]) -> PlainValues:

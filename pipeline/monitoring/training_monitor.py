@@ -289,7 +289,8 @@ class TrainingMonitor(Callback):
         if "validation/loss" in metrics and self._progress is not None:
             loss, perplexity = (float(metrics[f"validation/{name}"]) for name in ("loss", "perplexity"))
             best = title_and_score(self._best_by, float(metrics[validation_tag(self._best_by)]))
-            parts = [quality(metrics), best if self._best_by == LIKELIHOOD else "", f"loss {loss:.4f}"]
+            first = best if self._best_by == LIKELIHOOD else ""
+            parts = [first, quality(metrics, self._best_by), f"loss {loss:.4f}"]
             say(f"step {trainer.global_step}: validation {', '.join(filter(None, parts))}, perplexity {perplexity:.3f}")
             name, score = best.rsplit(maxsplit=1)
             self._progress.show({name: score}, self.clock.median_step_seconds())

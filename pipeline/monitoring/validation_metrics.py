@@ -106,10 +106,10 @@ class ValidationMetrics(torchmetrics.Metric):
         return getattr(self, _state(name))
 
 
-def quality(scores: Mapping[str, float] | Mapping[str, Tensor]) -> str:
-    """Return the scores of a validation as text; empty if nothing was translated."""
+def quality(scores: Mapping[str, float] | Mapping[str, Tensor], best_by: str) -> str:
+    """Return the scores of a validation as text, that of `best_by` first; empty if nothing was translated."""
     of_some = f" of {float(scores[NUM_TRANSLATED]):,.0f} sentences" if NUM_TRANSLATED in scores else ""
-    names = (*metrics.METRICS, *metrics.ON_REQUEST)
+    names = sorted((*metrics.METRICS, *metrics.ON_REQUEST), key=lambda name: name != best_by)
     found = {name: scores[f"validation/{name}"] for name in names if f"validation/{name}" in scores}
     return ", ".join(metrics.title_and_score(name, float(score)) for name, score in found.items()) + of_some
 

@@ -128,7 +128,8 @@ class ValidationSamples(Callback):
         pl_module.log_dict(scores)
         log = trainer.logger
         if isinstance(log, RunLog) and self._translated:
-            heading = f"{quality(scores)} ({self._metrics.signatures()}); the table shows the chrF of each sentence\n\n"
+            about = f"({self._metrics.signatures()}); the table shows the chrF of each sentence"
+            heading = f"{quality(scores, self._best_by)} {about}\n\n"
             pages = {
                 "translations": [self._kept[pair] for pair in self.samples],
                 "translations_worst": self._worst,

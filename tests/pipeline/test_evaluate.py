@@ -1,12 +1,13 @@
 """`evaluate` with a translator that repeats its input: what it prints."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import sacrebleu
 
@@ -16,11 +17,16 @@ from pipeline.inference import evaluation
 from pipeline.inference.evaluation_text import EvaluationText, text_of_files
 from pipeline.inference.options import Prefixes, SearchOptions
 from pipeline.inference.text_io import Defects
+from pipeline.inference.translator import EMPTY, Translation
 from pipeline.metrics.metrics import METRICS
 from tests.conftest import refusal, run_here
 from tests.pipeline.test_metrics import Lines
 
 Evaluate = Callable[..., tuple[str, str]]
+
+
+def answered(texts: list[str], defects: Defects = Defects()) -> Translation:  # noqa: B008
+    return Translation([EMPTY._replace(text=text) for text in texts], defects)
 
 
 class Repeat:
@@ -30,18 +36,18 @@ class Repeat:
     prefixes, max_source_tokens = Prefixes(), None
     recipe: ClassVar[PlainValues] = {
         "corpus": {"target_language": "en"},
-        "run": {"bleu_tokenizer": None, "metrics": []},
+        "run": {"bleu_tokenizer": None, "best_by": "bleu", "metrics": []},
     }
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.asked: list[SearchOptions] = []
 
-    def translate(self, sentences: list[str], options: SearchOptions, *, finished: object) -> list[SimpleNamespace]:
+    def translate(self, sentences: list[str], options: SearchOptions, *, finished: object) -> list[Translation]:
         self.asked.append(options)
         drops = self.name == "other"
         texts = [line.removesuffix(" .") if drops else line for line in sentences]
-        return [SimpleNamespace(text=text, defects=Defects()) for text in texts]
+        return [answered([text]) for text in texts]
 
 
 def evaluated(*options: object) -> PlainValues:
@@ -84,6 +90,73 @@ def test_several_references_metrics_by_name_and_scores_of_another_program(
     assert figures["versus"]["ter"] == 0
     assert figures["versus"]["exact_match"] == figures["exact_match"] == 100
     assert versus.startswith("scores")
+
+
+class Recall(Repeat):
+    """Answers a sentence with its words, from the last to the first if its name is `other`."""
+
+    settings = DecodingSettings(beam_size=4)
+
+    def translate(self, sentences: list[str], options: SearchOptions, *, finished: object) -> list[Translation]:
+        self.asked.append(options)
+        step = -1 if self.name == "other" else 1
+        return [answered(line.split()[::step][: options.n_best]) for line in sentences]
+
+
+class Letters:
+    """Percentage of letters that are right, apart from case; a question mark never is, and of none it is NaN."""
+
+    def signature(self) -> str:
+        return "nrefs:1|letters"
+
+    def statistics(self, hypothesis: str, reference: str) -> list[int]:
+        return [hypothesis.lower() == reference.lower() != "?", len(reference)]
+
+    def score(self, statistics: Any) -> float:
+        return float(100 * np.float64(statistics[0]) / np.float64(statistics[1]))
+
+
+def test_the_best_n(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a question mark and of no letter, `letters` gives the reference itself no full marks."""
+    monkeypatch.setitem(METRICS, "letters", Letters())
+    monkeypatch.setitem(Repeat.recipe["run"], "best_by", "letters")
+    loaded: list[Recall] = []
+
+    def load(path: Path) -> Recall:
+        loaded.append(Recall(str(path)))
+        if loaded[-1].name == "other":
+            loaded[-1].settings = DecodingSettings(beam_size=other_beam)
+        return loaded[-1]
+
+    monkeypatch.setattr(evaluation, "load_translator", load)
+    source, reference = tmp_path / "source", tmp_path / "reference"
+    source.write_text("a b c d\n" * 5 + "a ? B d\n" * 3)
+    reference.write_text("a\na\nb\nd\ne\nb\n?\n\n")
+    command, other_beam = ["evaluate", "this", "--source", source, "--reference", reference], 4
+    printed, _ = run_here(*command, "--n-best", 4, "--versus", "other")
+    figures = json.loads(printed.splitlines()[-1])
+    for name in ("exact_match", "letters"):
+        for system, counts in ((figures, {1: 2, 3: 4, 4: 5}), (figures["versus"], {1: 1, 3: 3, 4: 5})):
+            assert {count: system[f"{name}@{count}"] for count in (1, 3, 4)} == {
+                count: 100 * right / 8 for count, right in counts.items()
+            }
+        low, high = figures[f"{name}@3_interval"]
+        assert low < 50 < high
+        assert figures[f"{name}@3_signature"] == figures[f"{name}_signature"]
+        assert figures["versus"][f"{name}@3_difference"] == 12.5
+    assert figures["exact_match@1"] == figures["exact_match"]
+    assert [line.split()[0] for line in printed.splitlines()[:5]] == [
+        *("letters", "letters@1", "letters@3", "letters@4", "bleu")
+    ]
+    # With a second reference, which the metric does not take, and as many answers as no one asks for.
+    figures = evaluated(*command[2:], "--reference", source, "--n-best", 2)
+    assert [name for name in figures if re.fullmatch(r".*@\d+", name)] == ["exact_match@1", "exact_match@2"]
+    loaded.clear()
+    other_beam = 2
+    for count, message in ((5, "--n-best 5: is more than the beam, 4"), (0, "--n-best 0: must be 1 or more")):
+        assert message in refusal(*command, "--n-best", count)
+    assert "--n-best 3: is more than the beam, 2; raise --beam" in refusal(*command, "--n-best", 3, "--versus", "other")
+    assert not any(model.asked for model in loaded)
 
 
 def test_scores_of_each_source(recipe: "dict[str, SeveralLanguages]", tmp_path: Path) -> None:
@@ -166,12 +239,12 @@ class SeveralLanguages(Repeat):
             self.prefixes = Prefixes((">>de<<",), (">>de<<",), False)
         self.seen: list[str] = []
 
-    def translate(self, sentences: list[str], options: SearchOptions, *, finished: object) -> list[SimpleNamespace]:
+    def translate(self, sentences: list[str], options: SearchOptions, *, finished: object) -> list[Translation]:
         self.asked.append(options)
         self.seen = sentences
         texts = [line.removeprefix(">>de<< ").removeprefix(">>fr<< ") for line in sentences]
         defects = [Defects(lacks_prefix=self.prefixes.is_missing(line)) for line in sentences]
-        return [SimpleNamespace(text=text, defects=found) for text, found in zip(texts, defects, strict=True)]
+        return [answered([text], found) for text, found in zip(texts, defects, strict=True)]
 
 
 GERMAN = [("A b c d e f", "A b c d e f"), ("A  b c d", "A b c x"), ("", "A"), ("D e f a b c", "D e f a b y")]

@@ -219,5 +219,6 @@ def test_the_likelihood_is_best_where_it_is_lowest(
     assert [scores["validation/best_negative_log_likelihood"] for scores in logged] == [3.0, 2.0, 2.0]
     assert (tmp_path / "tensorboard").exists()  # the pages
     assert logged[0]["validation/sentences"] == 1
-    assert quality(logged[0]) == "BLEU 0.00, chrF 100.00, exact match 100.00 of 1 sentences"
+    assert quality(logged[0], "bleu") == "BLEU 0.00, chrF 100.00, exact match 100.00 of 1 sentences"
+    assert quality(logged[0], "exact_match") == "exact match 100.00, BLEU 0.00, chrF 100.00 of 1 sentences"
     assert samples.samples == [0]
