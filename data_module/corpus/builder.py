@@ -5,7 +5,6 @@ Text is processed in chunks of about a megabyte, so that memory use does not gro
 
 import logging
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -187,12 +186,8 @@ def count_words(
 
 
 def _train_tokenizer(settings: CorpusSettings, words: WordCounts, progress: bool) -> Tokenizer:
-    with ThreadPoolExecutor(1) as pool, progress_bar("training the tokenizer", unit="", show=progress) as bar:
-        training = pool.submit(train_on_words, words, settings)
-        while not training.done():
-            wait([training], timeout=0.5)
-            bar.update()
-        return Tokenizer(training.result())
+    with progress_bar("training the tokenizer", unit="", show=progress):
+        return Tokenizer(train_on_words(words, settings))
 
 
 def _write_validation(

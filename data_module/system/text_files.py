@@ -4,12 +4,14 @@ Only "\\n" ends a line ("\\r\\n" is accepted). Other line ends of Unicode do not
 """
 
 import gzip
+import math
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader, FileIO, RawIOBase
 from pathlib import Path
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from data_module.errors import InputError
@@ -37,6 +39,9 @@ _NOT_TEXT = {
 _ENOUGH_NULS = 16
 """This many NUL bytes, all at odd or all at even places of a block, are no coincidence."""
 _MAX_NAMED_LINES = 3
+SHOWN_AFTER_SECONDS = 2.0
+LOG_SECONDS = 9.0
+"""Seconds between lines of a progress bar in a file."""
 _SHOWN_CHARACTERS = 40
 """Length of the shown part of an example of a defect: a text in another script may be one unknown piece."""
 
@@ -212,29 +217,52 @@ class StrayMarks:
         return [text for note in self._notes.values() if (text := note.text())]
 
 
+@contextmanager
 def progress_bar(
-    description: str, total: int | None = None, *, unit: str = "sentences", show: bool = True, smoothing: float = 0.3
-) -> "tqdm[NoReturn]":
-    """Return a tqdm bar on standard error that appears after two seconds.
+    description: str, total: int | None = None, *, unit: str = "sentences", show: bool = True
+) -> Iterator["tqdm[NoReturn]"]:
+    """Yield a tqdm bar on standard error that appears after two seconds, and then moves at least every ten seconds.
+
+    A thread draws it, so that its time goes on even while nothing is counted. Its rate is the mean.
 
     Args:
         description: text in front of the bar.
         total: number of units; None if it is not known.
         unit: what the bar counts; empty to show the time alone.
         show: whether the bar is shown at all.
-        smoothing: weight of the last units in the rate that the time left is computed from; 0 for the mean rate.
     """
     from tqdm import tqdm  # not for a command's help
 
-    return tqdm(
+    # A log file gets a line now and then instead of an animated bar; a notebook animates its output.
+    seconds = 0.5 if sys.stderr.isatty() or "ipykernel" in sys.modules else LOG_SECONDS
+    bar = tqdm(
         desc=description,
         total=total,
         unit=f" {unit}",
         bar_format=None if unit else "{desc}: {elapsed}",
-        delay=2,
-        miniters=1,
-        # A log file gets a line every half minute instead of an animated bar; a notebook animates its output.
-        mininterval=0.1 if sys.stderr.isatty() or "ipykernel" in sys.modules else 30.0,
-        smoothing=smoothing,
+        leave=None,  # below another bar, as in training, it disappears at its end
+        delay=SHOWN_AFTER_SECONDS,
+        mininterval=math.inf,
         disable=not show,
     )
+    has_ended = Event()
+
+    def draw() -> None:
+        wait = SHOWN_AFTER_SECONDS
+        while not has_ended.wait(wait):
+            wait, bar.delay = seconds, 0.0  # Without a delay, its end is drawn too.
+            # A full disk or a closed terminal must not end the work. tqdm itself would keep the lock after an error.
+            with suppress(OSError), bar.get_lock():
+                bar.refresh(nolock=True)
+
+    thread = Thread(target=draw, daemon=True)
+    if show:
+        thread.start()
+    try:
+        yield bar
+    finally:
+        has_ended.set()
+        if show:
+            thread.join()
+        with suppress(OSError):
+            bar.close()

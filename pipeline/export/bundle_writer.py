@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from data_module.errors import InputError
+from data_module.system.text_files import progress_bar
 from data_module.tokenization.tokenizer import TOKENIZER_NAME
 from pipeline.checkpointing.checkpoint import TrainedModel, load_model, resolve_checkpoint
 from pipeline.export.bundle_folder import FILES, ON_REQUEST, PARITY_SENTENCES, replaced_folder
@@ -78,7 +79,8 @@ def write_bundle(
     """
     tokenizer = model.tokenizer
     report(f"comparing on {len(text.sources)} sentences ({text.name})")
-    parity = Parity(model, text)
+    with progress_bar("searching with the checkpoint", unit=""):
+        parity = Parity(model, text)
     about = {"text": text.name, "sentences": len(parity.sources)}
     scores = {name: value for name, value in parity.figures.items() if name.startswith(parity.metric)}
     card, penalty = make_card(model, about | scores, licences, n_best), parity.power_penalty()
@@ -88,7 +90,8 @@ def write_bundle(
     bundle = Bundle(model, folder, card_text, penalty, n_best)
     for name in names:
         report(f"writing {name}")
-        FORMATS[name].write(bundle, folder / name)
+        with progress_bar(f"writing {name}", unit=""):
+            FORMATS[name].write(bundle, folder / name)
     tokenizer.save(folder / TOKENIZER_NAME)
     if tokenizer.pair:
         (folder / "source.spm").write_bytes(tokenizer.pair[0])

@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from data_module.errors import InputError
 from data_module.system.files import PlainValues
+from data_module.system.text_files import progress_bar
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from model.transformer import PaddedTransformer, Transformer
@@ -282,12 +283,13 @@ def compare_formats(bundle: Bundle, names: list[str], parity: Parity) -> dict[st
         kind, path = FORMATS[name], bundle.folder / name
         files = path.rglob("*") if path.is_dir() else [path]
         compared[name] = {"size_bytes": sum(file.stat().st_size for file in files)}
-        for precision in kind.precisions:
-            search = kind.load(bundle, path, precision)
-            figures = parity.compare(kind, search, bundle.n_best, bounded=precision == "float32")
-            compared[name][precision] = figures
-            failures += [f"{name} ({precision}): {message}" for message in parity.exceeded(figures)]
-        messages = kind.check(path, parity.tokenizer, parity.texts, parity.sources, answers)
+        with progress_bar(f"comparing {name}", unit=""):
+            for precision in kind.precisions:
+                search = kind.load(bundle, path, precision)
+                figures = parity.compare(kind, search, bundle.n_best, bounded=precision == "float32")
+                compared[name][precision] = figures
+                failures += [f"{name} ({precision}): {message}" for message in parity.exceeded(figures)]
+            messages = kind.check(path, parity.tokenizer, parity.texts, parity.sources, answers)
         failures += [f"{name}: {message}" for message in messages]
     if failures:
         raise InputError(

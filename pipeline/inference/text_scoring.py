@@ -87,7 +87,7 @@ def score_windows(
     sentence for the first model; alignments count words without it.
     """
     scorers = [Scorer(model) for model in models]
-    with progress_bar("scoring", total, smoothing=0) as bar:
+    with progress_bar("scoring", total) as bar:
         while window := list(islice(pairs, CHUNK)):
             numbers, sources, targets = (list(column) for column in zip(*window, strict=True))
             prefixed = [with_prefix(prefix, one) for one in sources]

@@ -208,8 +208,7 @@ class Translator:
             show: whether to show a progress bar.
         """
         remaining, num_tokens = iter(lines), 0
-        # The mean rate: within a chunk, the longest sentences are translated first and the rate rises.
-        with progress_bar("translating", total, show=show, smoothing=0) as bar:
+        with progress_bar("translating", total, show=show) as bar:
             while batch := list(islice(remaining, chunk)):
                 done = bar.n
                 given = None if target_prefixes is None else list(islice(target_prefixes, len(batch)))

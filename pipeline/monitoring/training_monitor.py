@@ -5,6 +5,7 @@ import math
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
@@ -15,9 +16,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from data_module.batch import RankBatch
+from data_module.batch import PaddedBatch, RankBatch
 from data_module.errors import InputError
 from data_module.system.files import PlainValues
+from data_module.system.text_files import progress_bar
 from model.backend import Backend
 from model.training_module import StepOutputs, TranslationModule
 from pipeline.config.settings import LIKELIHOOD, validation_tag
@@ -126,6 +128,8 @@ class TrainingMonitor(Callback):
         self._progress: Progress | None = None
         self._first_line_at = math.inf
         self._validation_started = 0.0
+        self._validation = ExitStack()
+        self._validation_bar: tqdm[NoReturn] | None = None
         self._validation_seconds: float | None = None
         self._validated_step = 0
         self._sums: Tensor | None = None
@@ -277,9 +281,26 @@ class TrainingMonitor(Callback):
         """Count time as validation from here on."""
         self.clock.begin("validation")
         self._validation_started = time.monotonic()
+        count, is_shown = sum(trainer.num_val_batches), self._progress is not None
+        bar = progress_bar("validating", int(count), unit="batches", show=is_shown)
+        self._validation_bar = self._validation.enter_context(bar)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: PaddedBatch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Count a batch on the progress bar."""
+        assert self._validation_bar is not None
+        self._validation_bar.update()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the scores, and count time as training again."""
+        self._validation.close()
         self.clock.begin("loop_overhead")
         self._validation_seconds = time.monotonic() - self._validation_started
         self._validated_step = trainer.global_step
@@ -309,7 +330,8 @@ class TrainingMonitor(Callback):
             say(f"warning: step {last}, the last one, was not validated: {because}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Close the progress bar; when this process exits, kill the ranks that Lightning has launched."""
+        """Close the progress bars; when this process exits, kill the ranks that Lightning has launched."""
+        self._validation.close()
         if self._progress is not None:
             self._progress.close()
         launcher = trainer.strategy.launcher

@@ -5,14 +5,18 @@ import gzip
 import lzma
 import os
 import re
-from io import BytesIO, FileIO
+import sys
+import threading
+from collections.abc import Callable
+from io import BytesIO, FileIO, StringIO
 from pathlib import Path
 
 import pytest
 
 from data_module.corpus.pairs import fingerprint
 from data_module.errors import InputError
-from data_module.system.text_files import LONGEST_LINE, open_file, text_reader
+from data_module.system import text_files
+from data_module.system.text_files import LONGEST_LINE, open_file, progress_bar, text_reader
 from pipeline.inference.text_io import count_lines, read_sentences, sentences
 
 LINES = "the tea\nsome milk\n" * 30
@@ -139,3 +143,51 @@ def test_stray_marks_are_noted_and_stay(capsys: pytest.CaptureFixture[str]) -> N
     inside, joined = capsys.readouterr().err.splitlines()
     assert inside.startswith("file: 5 lines, the first are 2, 4, 5: carriage returns inside, read as spaces; if they")
     assert joined.startswith("file: line 3: U+FEFF inside, as from joined files; remove it (sed ")
+
+
+class Written(StringIO):
+    """Calls `wrote` with all that is written, after each write."""
+
+    def __init__(self, wrote: Callable[[str], object]) -> None:
+        super().__init__()
+        self._wrote = wrote
+
+    def write(self, text: str, /) -> int:
+        written = super().write(text)
+        self._wrote(self.getvalue())
+        return written
+
+
+def test_a_bar_moves_while_nothing_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its end is drawn, with what has been counted. No thread is left, and a short one is not shown."""
+    moved, threads = threading.Event(), threading.enumerate()
+    stream = Written(lambda text: text.count("\r") > 2 and moved.set())
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(text_files, "LOG_SECONDS", 0.01)
+    with progress_bar("short", 5) as bar:
+        bar.update(5)
+    assert stream.getvalue() == ""
+    monkeypatch.setattr(text_files, "SHOWN_AFTER_SECONDS", 0.01)
+    with progress_bar("hidden", show=False):
+        pass
+    with progress_bar("working", 5) as bar:
+        assert moved.wait(60)
+        bar.update(5)
+    first, *_, last = stream.getvalue().split("\r")[1:]
+    assert "working:   0%" in first
+    assert "working: 100%" in last
+    assert "5/5" in last
+    assert all(thread in threads or thread.name == "tqdm_monitor" for thread in threading.enumerate())
+
+
+def test_a_full_disk_for_messages_does_not_end_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = threading.Event()
+
+    def full(_: str) -> None:
+        tried.set()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sys, "stderr", Written(full))
+    monkeypatch.setattr(text_files, "SHOWN_AFTER_SECONDS", 0.01)
+    with progress_bar("working", 5):
+        assert tried.wait(60)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from data_module.errors import InputError
+from data_module.system import text_files
 from data_module.tokenization.tokenizer import Tokenizer
 from model.layers import ACTIVATIONS, NORMS
 from model.settings import DecodingSettings, NetworkSettings
@@ -164,8 +165,11 @@ def test_a_format_whose_package_is_missing_or_old_is_refused_or_left_out(
 def test_the_programs_of_the_readme_stop_as_the_recipe_says(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(text_files, "SHOWN_AFTER_SECONDS", 0.0)
     model, sources = stops_at_first(tokenizer), TEXT.sources[:4]
     write_bundle(model, tmp_path, ["model.ts"], TEXT, [])
+    said = capsys.readouterr().err
+    assert all(f"{work}: 00:" in said for work in ("searching with the checkpoint", "comparing model.ts"))
     program, faster = re.findall(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     for number, sentence in enumerate(sources):

@@ -22,6 +22,7 @@ from data_module.batch_plan import Epochs
 from data_module.corpus.store import open_corpus
 from data_module.settings import BatchSettings
 from data_module.stateful_loader import RankBatchDataset, StatefulLoader
+from data_module.system import text_files
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
@@ -157,6 +158,7 @@ def test_the_end_says_that_the_last_step_was_not_validated(
         enable_validation=validated != "not wanted",
         callback_metrics={},
         global_step=validated,
+        num_val_batches=[1],
     )
     if isinstance(validated, int):
         monitor.on_validation_start(trainer, None)
@@ -206,6 +208,20 @@ def test_lines_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
         "training: step 5 of 8: 0:03:00 left",
         "training: step 8 of 8: loss 2.5, tokens/s 1,234, BLEU 12.34, 0:00:00 left",
     ]
+
+
+def test_a_validation_counts_its_batches(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(text_files, "SHOWN_AFTER_SECONDS", 0.0)
+    for is_shown in (True, False):  # Other ranks than 0 show nothing.
+        monitor = TrainingMonitor(10)
+        monitor._progress = Progress(0, 8, 4) if is_shown else None
+        trainer = SimpleNamespace(num_val_batches=[2], callback_metrics={}, global_step=4)
+        monitor.on_validation_start(trainer, None)
+        for _ in range(2):
+            monitor.on_validation_batch_end(trainer, None, None, None, 0)
+        monitor.on_validation_end(trainer, None)
+        said = capsys.readouterr().err
+        assert ("validating: 100%" in said and "2/2" in said) is is_shown
 
 
 @pytest.mark.parametrize(
