@@ -11,7 +11,7 @@ from data_module.system.text_files import progress_bar
 from data_module.tokenization.tokenizer import TOKENIZER_NAME
 from pipeline.checkpointing.checkpoint import TrainedModel, load_model, resolve_checkpoint
 from pipeline.export.bundle_folder import FILES, ON_REQUEST, PARITY_SENTENCES, replaced_folder
-from pipeline.export.card import example_sentence, make_card, readme
+from pipeline.export.card import make_card, readme
 from pipeline.export.formats import FORMATS, Bundle
 from pipeline.export.parity import Parity, Text, compare_formats, parity_text
 from pipeline.inference.options import BY_RECIPE, SearchOptions
@@ -83,7 +83,7 @@ def write_bundle(
         parity = Parity(model, text)
     about = {"text": text.name, "sentences": len(parity.sources)}
     scores = {name: value for name, value in parity.figures.items() if name.startswith(parity.metric)}
-    card, penalty = make_card(model, about | scores, licences, n_best), parity.power_penalty()
+    card, penalty = make_card(model, about | scores, licences, n_best, parity.texts), parity.power_penalty()
     if any(name.startswith("ctranslate2") for name in names):
         card["ctranslate2_length_penalty"] = penalty
     card_text = json.dumps(card, indent=2, ensure_ascii=False) + "\n"
@@ -100,6 +100,6 @@ def write_bundle(
     figures = {**about, "threads": torch.get_num_threads(), "bounds": bounds, "checkpoint": parity.figures}
     figures |= compare_formats(bundle, names, parity)
     (folder / "parity.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    example = [*tokenizer.encode([example_sentence(model.recipe)])[0].tolist(), tokenizer.eos_id]
+    example = [*tokenizer.encode(card["examples"][:1])[0].tolist(), tokenizer.eos_id]
     page = readme(names, card, example, tokenizer.pair is not None)
     (folder / "README.md").write_text(page, encoding="utf-8")

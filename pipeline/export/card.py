@@ -20,14 +20,18 @@ from pipeline.inference.options import Prefixes
 from pipeline.inference.translator import LONGEST
 from pipeline.runtime.launch import versions
 
+_LINE = 80
+"""Characters of an example that fit into a line."""
 TEMPLATES = Path(__file__).with_name("templates")
 
 
-def make_card(model: TrainedModel, scores: PlainValues, licences: list[str], n_best: int) -> PlainValues:
+def make_card(
+    model: TrainedModel, scores: PlainValues, licences: list[str], n_best: int, sentences: list[str]
+) -> PlainValues:
     """Return the card as JSON values.
 
     `scores` are the score of the metric of `run.best_by`, its signature and the name of the text; `n_best` is the
-    number of answers to a sentence that `model.pt2` returns.
+    number of answers to a sentence that `model.pt2` returns; two of `sentences` are the README's examples.
     """
     tokenizer, decoding, corpus = model.tokenizer, model.decoding, model.recipe["corpus"]
     return {
@@ -52,6 +56,7 @@ def make_card(model: TrainedModel, scores: PlainValues, licences: list[str], n_b
         "stop_rule": decoding.stop_rule,
         "n_best": n_best,
         "scores": scores,
+        "examples": _examples(sentences),
         "data": _data(Path(corpus["folder"]), tokenizer.sha256),
         "data_licences": licences or "not given",
         "code": {"trained": _trained_with(model.path), "exported": _code_of(versions())},
@@ -84,15 +89,16 @@ def _code_of(recorded: PlainValues) -> PlainValues:
     return {name: value for name, value in recorded.items() if name not in ("host", "format_version")}
 
 
-def example_sentence(recipe: PlainValues) -> str:
-    """Return the sentence that the examples translate, with the first prefix of the recipe's model."""
-    return " ".join([*Prefixes.of_corpus(recipe["corpus"]).trained[:1], "A sentence."])
+def _examples(sentences: list[str]) -> list[str]:
+    """Return two sentences that fit into a line of a page, or else the shortest one."""
+    short = [one for one in dict.fromkeys(sentences) if len(one) <= _LINE and "```" not in one]
+    return short[:2] or [min(sentences, key=len)]
 
 
 def readme(names: list[str], card: PlainValues, example: list[int], two_models: bool = False) -> str:
     """Return the README, with a section for each format in `names`.
 
-    `example` are the ids of what `example_sentence` returns, with the end symbol. With `two_models`, `source.spm`
+    `example` are the ids of the first of the card's examples, with the end symbol. With `two_models`, `source.spm`
     encodes and `tokenizer.model` only decodes.
     """
     values = _values(card)
@@ -144,7 +150,8 @@ def _values(card: PlainValues) -> PlainValues:
     prefixes = Prefixes.of_corpus(card["recipe"]["corpus"])
     return {
         **card,
-        "sentence": json.dumps(example_sentence(card["recipe"]), ensure_ascii=False),
+        "sentence": json.dumps(card["examples"][0], ensure_ascii=False),
+        "examples": "\n".join(card["examples"]),
         "prefixes": ", ".join(f"`{prefix}`" for prefix in prefixes.trained),
         "begins": "begins" if prefixes.always else "may begin",
     }

@@ -38,9 +38,11 @@ def python_program(bundle: Path, name: str) -> str:
 
 def outputs(program: str, sentences: list[str], folder: Path) -> list[str]:
     """What a program prints in the folder for each sentence in place of its own, without this project."""
+    example = json.dumps(json.loads((folder / "card.json").read_text())["examples"][0], ensure_ascii=False)
+    assert example in program
     repeated = f"""import sys
 for sentence in sys.argv[1:]:
-    exec({program!r}.replace('"A sentence."', repr(sentence)), {{}})
+    exec({program!r}.replace({example!r}, repr(sentence)), {{}})
 assert not {{"model", "pipeline", "data_module", "lightning"}} & {{name for name in sys.modules if sys.modules[name]}}
 """
     command = [sys.executable, "-I", "-X", "utf8", "-W", "ignore", "-c", repeated, *sentences]

@@ -49,6 +49,6 @@ def test_the_bundles_readme_translates_a_long_source_whole(
     for end in ("gab", "fed cab abc"):  # after the first 1,024 tokens
         source = " ".join(["abc cab"] * 200 + ["gfedcba"] * 160 + [end] * 30)
         assert 1024 < len(tokenizer.encode([source])[0]) < 2048
-        exec(lines.replace("A sentence.", source), {})
+        exec(lines.replace(f'"{TEXT.sources[0]}"', f'"{source}"'), {})
         scores.add(capsys.readouterr().out)
     assert len(scores) == 2

@@ -170,11 +170,13 @@ def test_the_programs_of_the_readme_stop_as_the_recipe_says(
     write_bundle(model, tmp_path, ["model.ts"], TEXT, [])
     said = capsys.readouterr().err
     assert all(f"{work}: 00:" in said for work in ("searching with the checkpoint", "comparing model.ts"))
-    program, faster = re.findall(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(), re.DOTALL)
+    page = (tmp_path / "README.md").read_text()
+    assert "```text\n" + "\n".join(TEXT.sources[:2]) + "\n```" in page
+    program, faster = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     for number, sentence in enumerate(sources):
         whole = program if number else program.replace("source = ", faster + "source = ")
-        exec(whole.replace("A sentence.", sentence), {})
+        exec(whole.replace(f'"{TEXT.sources[0]}"', f'"{sentence}"'), {})
     first, exact = (
         [found.text for found in Translator(model.network, tokenizer, decoding).translate(sources)]
         for decoding in (model.decoding, replace(model.decoding, stop_rule="exact"))

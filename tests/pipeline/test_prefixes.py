@@ -61,23 +61,23 @@ def test_a_prefix_that_is_not_known() -> None:
 
 
 def test_the_readme_of_a_bundle_names_prefixes() -> None:
-    """Its examples translate a sentence with the first one, which may contain quotation marks."""
+    """Its programs translate a line of the text, which may contain quotation marks."""
 
-    def text(recipe: PlainValues) -> str:
+    def text(recipe: PlainValues, example: str) -> str:
         card = {"name": "n", "source_language": "en", "target_language": "x", "recipe": recipe, "stop_rule": "exact"}
         card |= {"beam_size": 1, "length_penalty": 1, "max_extra_tokens": 5, "max_source_tokens": None, "n_best": 1}
-        card |= {"pad_id": 0, "bos_id": 2, "eos_id": 3}
+        card |= {"pad_id": 0, "bos_id": 2, "eos_id": 3, "examples": [example, "Another."]}
         return readme(["model.ts", "model.pt2", "ctranslate2", "cpp"], card, [5, 3])
 
-    plain = text({"corpus": corpus(None)})
+    plain = text({"corpus": corpus(None)}, "$A {sentence}.")
     assert "A source sentence" not in plain
-    assert plain.count('encode("A sentence."') == 4
-    several = text({"corpus": corpus('<to="de">', "<b>")})
+    assert plain.count('encode("$A {sentence}."') == 4
+    assert "```text\n$A {sentence}.\nAnother.\n```" in plain
+    several = text({"corpus": corpus('<to="de">', "<b>")}, '<to="de"> A sentence.')
     assert "A source sentence begins with a prefix, which" in several
     assert ': `<to="de">`, `<b>`.' in several
     assert several.count(r'encode("<to=\"de\"> A sentence."') == 4
-    assert '"A sentence."' not in several
-    assert "may begin with a prefix" in text({"corpus": corpus("<a>", None)})
+    assert "may begin with a prefix" in text({"corpus": corpus("<a>", None)}, "A.")
 
 
 @pytest.fixture(scope="module")
