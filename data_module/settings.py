@@ -4,10 +4,26 @@ These dataclasses are the recipe's schema: other keys are refused, with the near
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from data_module.registry import LARGEST, check_range
 from data_module.system.files import PathText
+
+_LANGUAGES = ("source_language", "target_language")
+_PLACES: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("source", "target"): (),
+    ("tsv",): (),
+    ("dataset", "subset", "split"): _LANGUAGES,
+    ("reader", "path"): _LANGUAGES,
+}
+"""The keys of a text source that say where its text is, and those that only this kind of place has."""
+
+
+def keys_of_other_places(text: Mapping[str, object]) -> set[str]:
+    """Return the keys that a text source does not have if it names a place of its kind; empty if it names none."""
+    own = {key for place, more in _PLACES.items() if any(map(text.get, place)) for key in (*place, *more)}
+    return {key for place, more in _PLACES.items() for key in (*place, *more)} - own if own else own
 
 
 @dataclass(frozen=True)
@@ -47,8 +63,7 @@ class TextSource:
     """Name in reports of validation and `evaluate`; if null, made from the prefix, else from the file."""
 
     def __post_init__(self) -> None:
-        names = ("source", "target", "tsv", "dataset", "subset", "split", "reader", "path")
-        given = [name for name in names if getattr(self, name)]
+        given = [name for place in _PLACES for name in place if getattr(self, name)]
         allowed = ["source target", "tsv", "dataset split", "dataset subset split", "reader path"]
         if " ".join(given) not in allowed:
             raise ValueError(

@@ -94,13 +94,19 @@ def _check_symbols(symbols: list[str], byte_fallback: bool) -> None:
         if not symbol:
             problem = "is empty; remove it"
         elif symbol != normalize_white_space(symbol) or any(map(str.isspace, symbol)):
-            problem = "has white space, at which words end; write it without"
+            problem = f"has white space, at which words end; write it without{_as_list([symbol])}"
         elif symbol in symbols[:i]:
             problem = "occurs twice in the list; remove one"
         elif symbol in SPECIAL_NAMES or (byte_fallback and symbol in BYTE_NAMES):
             problem = "is the name of a special piece; choose another one"
         if problem:
             raise InputError(f"corpus.user_symbols: {symbol!r} {problem}")
+
+
+def _as_list(symbols: list[str]) -> str:
+    """Return how a list is written, if a symbol looks as if it was meant for one."""
+    looks = next((symbol.strip("'[]").split(",") for symbol in symbols if "," in symbol), None)
+    return "" if looks is None else f"; a list is written {[part.strip() for part in looks]}"
 
 
 def _check_text_sources(settings: CorpusSettings) -> None:
@@ -319,6 +325,7 @@ def source_warnings(settings: CorpusSettings, checked: TextChecker) -> list[str]
         warnings.append(
             f"corpus.user_symbols: the training text has no {', '.join(lacking)}: a network does not learn a symbol"
             " that it never sees; add pairs with it, on both sides if it is to be copied, or remove it from the list"
+            + _as_list(lacking)
         )
     return warnings
 

@@ -15,9 +15,11 @@ import yaml
 
 from data_module.errors import PROGRAM, InputError
 from data_module.registry import did_you_mean
+from data_module.settings import keys_of_other_places
 from data_module.system.files import PlainValues, atomic_file, read_whole, user_path
 from data_module.system.outputs import check_outputs, followed
 
+_TEXTS = ("corpus.train", "corpus.validation", "corpus.test")
 SCHEMA = "recipe.schema.json"
 MODELINE = "# yaml-language-server: $schema="
 """Beginning of a recipe's first line; the path of the schema, relative to the recipe, follows."""
@@ -76,7 +78,9 @@ def _read(path: Path, places: dict[str, str]) -> PlainValues:
         _note_places(node, path, "", places)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise InputError(f"{path}:{line}: not valid YAML: {error.problem}; correct that line") from None
+        is_text = re.search(r"'[^\\]+' that cannot start any token|chomping or indentation", str(error.problem))
+        way_out = "put the text that begins with it in quotes" if is_text else "correct that line"
+        raise InputError(f"{path}:{line}: not valid YAML: {error.problem}; {way_out}") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise InputError(f"{path}:{line}: not valid YAML: character {error.character:#x}; remove it") from None
@@ -195,11 +199,17 @@ def _note_places(node: yaml.Node | None, path: Path, prefix: str, places: dict[s
             _note_places(item, path, prefix, places)
 
 
-def merge(into: PlainValues, values: PlainValues) -> None:
-    """Overwrite values of `into` by `values`; mappings are merged."""
+def merge(into: PlainValues, values: PlainValues, section: str = "") -> None:
+    """Overwrite values of `into` by `values`; mappings are merged.
+
+    A text source loses its place if `values` has one of another kind, such as `tsv` for `source` and `target`.
+    """
     for key, value in values.items():
         if isinstance(value, dict) and isinstance(into.get(key), dict):
-            merge(into[key], value)
+            if f"{section}{key}" in _TEXTS:
+                for other in keys_of_other_places(value):
+                    into[key].pop(other, None)
+            merge(into[key], value, f"{section}{key}.")
         else:
             into[key] = value
 

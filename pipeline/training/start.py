@@ -112,7 +112,7 @@ def plan_start(recipe: Recipe, job: JobStep | None, fresh: bool, init_from: Path
     if init_from is not None:
         notes.append(f"{run}: resuming this run; --init-from is ignored")
     resume = read_resume_point(checkpoint, recipe)
-    check_vocabulary(recipe, resume.tokenizer, f"the run in {run}")
+    check_vocabulary(recipe, resume.tokenizer, f"the run in {run}", ", or remove that run with --fresh")
     return Plan(recipe.inherit_network(resume.network), job, reset, resume, None, tuple(notes), run_id)
 
 
@@ -128,13 +128,16 @@ def _own_checkpoints(run: Path, recipe: Recipe) -> tuple[Path | None, list[str],
     return checkpoint, notes, check_members(run, members, recipe)
 
 
-def check_vocabulary(recipe: Recipe, tokenizer: Tokenizer, owner: str) -> None:
-    """Raise InputError if the recipe's corpus is prepared with another tokenizer than that of `owner`."""
+def check_vocabulary(recipe: Recipe, tokenizer: Tokenizer, owner: str, way_out: str = "") -> None:
+    """Raise InputError if the recipe's corpus is prepared with another tokenizer than that of `owner`.
+
+    `way_out` is what else the user can do than name another corpus.
+    """
     folder = recipe.corpus_folder()
     if is_corpus(folder) and read_manifest(folder)["tokenizer"]["sha256"] != tokenizer.sha256:
         raise InputError(
             f"{recipe.corpus.folder}: has another vocabulary than {owner}; name another corpus.folder, which fit then "
-            "prepares with that vocabulary"
+            f"prepares with that vocabulary{way_out}"
         )
 
 

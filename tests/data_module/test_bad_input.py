@@ -189,6 +189,7 @@ def test_bytes_that_neither_end_a_line_nor_are_text(place: Workplace) -> None:
         ("variants", 3, "3 encodings would all be the same; set corpus.noise or "),
         ("user_symbols", ["<b>", ""], "'' is empty"),
         *(("user_symbols", [symbol], f"{symbol!r} has white space") for symbol in ("<b c>", "a\tb", "\u2581a")),
+        ("user_symbols", ["[>>a<<, >>b<<]"], "words end; write it without; a list is written ['>>a<<', '>>b<<']"),
         ("user_symbols", ["<b>", "</b>", "<b>"], "'<b>' occurs twice"),
         ("user_symbols", ["</s>"], "'</s>' is the name of a special piece"),
     ],

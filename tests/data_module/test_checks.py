@@ -81,6 +81,9 @@ def test_symbols_that_the_training_text_lacks(tmp_path: Path) -> None:
     settings = replace(settings_of(tmp_path, [one, two], held_out), user_symbols=["§", "<b>", "</b>", ">>de<<"])
     [lacks] = warnings_of(settings)
     assert lacks.startswith("corpus.user_symbols: the training text has no '</b>', '>>de<<': a network does not learn")
+    assert "list is written" not in lacks
+    [lacks] = warnings_of(replace(settings, user_symbols=["<b>,</b>"]))
+    assert lacks.endswith("; a list is written ['<b>', '</b>']")
     # A prefix is put into the text at preparation, which must not hold it.
     prefixed = replace(settings, train=[replace(one, prefix=">>de<<"), two], user_symbols=[">>de<<"])
     assert warnings_of(prefixed) == []

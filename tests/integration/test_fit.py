@@ -196,6 +196,17 @@ def test_configured_plots(recipe_file: Path, tmp_path: Path) -> None:
     assert (run / "tensorboard" / "embeddings.bytes").stat().st_size == 9 * 16 * 4
 
 
+def test_after_the_corpus_is_rebuilt_fresh_is_enough(recipe_file: Path, tmp_path: Path) -> None:
+    """Before, another corpus folder is needed too."""
+    corpus = ["--corpus.folder", tmp_path / "corpus", "--trainer.max_steps", 4]
+    run = fit(recipe_file, tmp_path / "run", *corpus)
+    again = [recipe_file, "--run.folder", run, *corpus, "--corpus.vocabulary_size", 50]
+    assert "another corpus.folder, or --fresh and another corpus.folder to remove that run" in refusal("fit", *again)
+    run_here("prepare", *again, "--force")
+    assert refusal("fit", *again).endswith("or give another run.folder, or --fresh to remove that run")
+    run_here("fit", *again, "--fresh")
+
+
 def test_fresh_removes_the_run_and_nothing_else(recipe_file: Path, tmp_path: Path) -> None:
     run = fit(recipe_file, tmp_path / "run")
     (run / "notes.txt").write_text("mine")

@@ -74,7 +74,9 @@ def test_starts_from_the_weights_and_the_tokenizer_of_another_run(
     # A corpus that was prepared without --init-from has a vocabulary that does not match the run's weights.
     run_here("prepare", recipe_file, *corpus, "--force")
     wrong = f"{tmp_path / 'other'}: has another vocabulary than the run in {child}; name another corpus.folder"
-    assert wrong in refusal("fit", *again)
+    line = refusal("fit", *again)
+    assert wrong in line
+    assert line.endswith(", which fit then prepares with that vocabulary, or remove that run with --fresh")
     assert f"WRONG {wrong}" in run_here("doctor", *again, code=1)[0]
     assert len(list((child / "checkpoints").glob("step=*"))) == 3
 

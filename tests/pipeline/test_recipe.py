@@ -119,6 +119,9 @@ MISTAKES = [
     ("  user_symbols: [{x}]", [], "{file}:5: corpus.user_symbols must be text, not a mapping; put it in quotes"),
     ("run:\n  seed: !!timestamp 2001-99-99", [], "{file}:6: not valid YAML: '2001-99-99' is not a valid timestamp; co"),
     ("run:\n  compile: !!bool maybe", [], "{file}:6: not valid YAML: 'maybe' is not a valid bool; correct that line"),
+    ("  user_symbols: [>>de<<]", [], "{file}:5: not valid YAML: found character '>' that cannot start any token; put"),
+    ("  user_symbols: >>de<<", [], "indicators, but found '>'; put the text that begins with it in quotes"),
+    ("run:\n\tseed: 1", [], "{file}:6: not valid YAML: found character '\\t' that cannot start any token; correct"),
     ("run:\n  seed: 1\x07", [], "{file}:6: not valid YAML: character 0x7; remove it"),
     ("run: &a\n  seed: *a", [], "{file}: values are nested too deeply, or one contains itself"),
     ("run: " + 2000 * "[" + 2000 * "]", [], "{file}: values are nested too deeply, or one contains itself"),
@@ -237,6 +240,43 @@ def test_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         f"{unknown}:5: run.folder: ~nobody-of-this-name/run: the home folder ~nobody-of-this-name is unknown; write the"
         " whole path, or ./~nobody-of-this-name for a name that begins so"
     )
+
+
+@pytest.mark.parametrize(
+    ("base", "own", "merged"),
+    [
+        ("tsv: a", "source: b, target: c", TextSource("b", "c", prefix="<x>")),
+        ("source: b, target: c", "tsv: a", TextSource(tsv="a", prefix="<x>")),
+        ("dataset: d, split: e, source_language: f", "tsv: a", TextSource(tsv="a", prefix="<x>")),
+        ("tsv: a", "dataset: d, split: e", TextSource(dataset="d", split="e", prefix="<x>")),
+        # Of the same kind, or of none.
+        ("source: b, target: c", "target: d", TextSource("b", "d", prefix="<x>")),
+        ("dataset: d, subset: s, split: e", "dataset: f", TextSource(dataset="f", subset="s", split="e", prefix="<x>")),
+        (
+            "dataset: d, split: e, source_language: f",
+            "reader: r, path: p",
+            TextSource(reader="r", path="p", source_language="f", prefix="<x>"),
+        ),
+        ("tsv: a", "repeat: 2", TextSource(tsv="a", repeat=2, prefix="<x>")),
+        ("tsv: a", "tsv: null, source: b, target: c", TextSource("b", "c", prefix="<x>")),
+        # What names two kinds itself is refused as before, and so is the command line.
+        ("tsv: a", "source: b, target: c, tsv: d", "this one has source and target and tsv"),
+        ("tsv: a", "source: b", "this one has source"),
+        ("source: b, target: c", "source_language: e", "are for data sets"),
+    ],
+)
+def test_a_text_source_in_another_place(tmp_path: Path, base: str, own: str, merged: TextSource | str) -> None:
+    """In a recipe that extends another one, and in an overlay."""
+    given = write(tmp_path, MINIMAL.replace(TRAIN, f'train: {{prefix: "<x>", {base}}}'), "base.yaml")
+    text = f"corpus: {{train: {{{own}}}}}\n"
+    for paths in ([write(tmp_path, f"extends: base.yaml\n{text}")], [given, write(tmp_path, text, "overlay.yaml")]):
+        if isinstance(merged, TextSource):
+            assert load_recipe(paths).corpus.train == [merged]
+        else:
+            with pytest.raises(InputError, match=merged):
+                load_recipe(paths)
+    with pytest.raises(InputError, match="this one has"):
+        load_recipe([given], ["--corpus.train.path=x"])
 
 
 def test_a_recipe_extends_another(tmp_path: Path) -> None:
