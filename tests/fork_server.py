@@ -5,10 +5,12 @@ fork is a normal process, with its own exit code, output, signals and children. 
 
     process = ForkServer.shared().start("pipeline", ["fit", ...], environment=..., stderr=...)
 
+A fork leads a process group of its own, and the group is killed if its client ends or closes the connection.
 Run as a script, this file is the server. It is single-threaded, which makes forking safe.
 """
 
 import atexit
+import ctypes
 import gc
 import importlib
 import json
@@ -26,6 +28,11 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import IO, TypedDict
+
+_END_WITH_PARENT = 1
+"""PR_SET_PDEATHSIG of Linux."""
+FORKED_PYTHON = "FORKED_PYTHON"
+"""Environment variable: a server's `python`, by which a forked process starts modules in turn."""
 
 
 class Request(TypedDict):
@@ -99,6 +106,13 @@ class ForkServer:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="fork-server-")
         self._address = str(Path(self._folder.name) / "socket")
+        client, python = Path(__file__).with_name("forked_python.py").resolve(), Path(self._folder.name) / "python"
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {client} {self._address} "$@"\n')
+        python.chmod(0o755)
+        self.python = str(python)
+        """A command that takes Python's place in starting modules: see forked_python.py."""
+        self.for_children = {FORKED_PYTHON: self.python}
+        """The environment of a process whose own processes, such as other ranks, are to be forks too."""
         # A forked process cannot start itself anew in another encoding.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1", "PYTHONIOENCODING": "utf-8"}
         command = [sys.executable, str(Path(__file__).resolve()), self._address]
@@ -156,20 +170,30 @@ def serve(address: str) -> Request:
     running: dict[int, socket.socket] = {}
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
+    end_with_parent = ctypes.CDLL(None).prctl
     while os.getppid() == parent:
         for key, _ in selector.select(1.0):
-            if key.fileobj is not listener:
-                child = key.data
+            child = key.data
+            if child and isinstance(key.fileobj, socket.socket):
+                if child in running:  # The client has ended: it sends nothing after its request.
+                    selector.unregister(key.fileobj)
+                    os.killpg(child, signal.SIGKILL)
+                continue
+            if child:
                 selector.unregister(key.fd)
                 os.close(key.fd)
                 code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
                 with running.pop(child) as connection:
+                    if connection in selector.get_map():
+                        selector.unregister(connection)
                     _say(connection, code)
                 continue
             connection, _ = listener.accept()
             request, streams = _request(connection)
             child = os.fork()
             if child == 0:
+                end_with_parent(_END_WITH_PARENT, signal.SIGKILL)
+                os.setpgid(0, 0)
                 selector.close()
                 listener.close()
                 connection.close()
@@ -182,8 +206,11 @@ def serve(address: str) -> Request:
                 return request
             for stream in streams:
                 os.close(stream)
+            with suppress(PermissionError):  # It has done so itself and executed another program.
+                os.setpgid(child, child)
             running[child] = connection
             selector.register(os.pidfd_open(child), selectors.EVENT_READ, child)
+            selector.register(connection, selectors.EVENT_READ, child)
             _say(connection, child)
     sys.exit()
 
@@ -209,6 +236,9 @@ def become(request: Request) -> None:
     added = [path for path in request["environment"].get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [request["cwd"], *added, *sys.path[1:]]
     sys.argv = [request["module"], *request["arguments"]]
+    sys.executable = os.environ.get(FORKED_PYTHON, sys.executable)
+    if "PYTHONUNBUFFERED" in os.environ:
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     code: int | str | None = 0
     try:
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)

@@ -81,7 +81,7 @@ def kill_rank_0_once() -> None:
     TranslationModule.training_step = killed  # type: ignore[method-assign]
 
 
-ALL_SECONDS, SLOW_SECONDS = 0.05, 0.05
+ALL_SECONDS, SLOW_SECONDS = 0.05, 0.1
 
 
 def slow_rank() -> None:

@@ -99,8 +99,8 @@ def descendants(process: ForkedProcess) -> set[int]:
 
 
 def assert_ended(pids: set[int]) -> None:
-    """Wait until no process of these runs, for 20 s at most; a zombie does not run."""
-    deadline = time.monotonic() + 20
+    """Wait until no process of these runs, for two minutes at most; a zombie does not run."""
+    deadline = time.monotonic() + 120
     while running := {pid for pid, (_, state) in _processes().items() if pid in pids and state != "Z"}:
         assert time.monotonic() < deadline, running
         time.sleep(0.1)

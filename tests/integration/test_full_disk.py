@@ -77,7 +77,7 @@ class SmallDisk:
 
     def error_line(self) -> str:
         """Wait until the full disk ends the command and all its processes; return its line of error."""
-        assert self.process.wait(20) == 2, self._stderr.read_text()
+        assert self.process.wait() == 2, self._stderr.read_text()
         assert_ended(self.children)
         stderr = self._stderr.read_text()
         assert "Traceback" not in stderr
@@ -134,7 +134,7 @@ def test_disk_full_while_logging(disk: SmallDisk, recipe_file: Path) -> None:
     while last_step(run) == reached:
         disk.wait_for("training")
     disk.process.terminate()
-    assert disk.process.wait(60) == 75, disk.stderr()
+    assert disk.process.wait() == 75, disk.stderr()
     assert_ended(disk.children)
     assert disk.stderr().count("asked to stop: saved after step ") == 1
     assert disk.stderr().count("warning: ") == 1

@@ -10,6 +10,7 @@ import torch
 
 from pipeline.runtime.launch import node_name
 from tests.conftest import pipeline
+from tests.fork_server import ForkServer
 from tests.integration.changed_program import ALL_SECONDS, COUNTED_FROM, NUM_COUNTED, SLOW_SECONDS
 from tests.integration.runs import checkpoints, scalars, start
 
@@ -21,6 +22,7 @@ def fit_changed(change: str, recipe: Path, run: Path, *options: object, code: in
         module="tests.integration.changed_program",
         stderr=subprocess.PIPE,
         CHANGE=change,
+        **ForkServer.shared().for_children,
         **environment,
     )
     _, stderr = process.communicate(timeout=300)

@@ -69,7 +69,7 @@ def test_killed_in_several_stages(trained_run: Path, tmp_path: Path) -> None:
         children = descendants(process)
         process.send_signal(signum)
         # A run that is asked to stop saves a checkpoint and ends with code 75.
-        assert process.wait(60) == (75 if signum == signal.SIGTERM else -signum), log.read_text()
+        assert process.wait() == (75 if signum == signal.SIGTERM else -signum), log.read_text()
         assert_ended(children)
         done = stages(log.read_text())
         assert order[: len(done)] == done

@@ -5,6 +5,7 @@ Each node is a slurmd with its own loopback address. Jobs are submitted with the
 
 import os
 import pwd
+import re
 import shutil
 import signal
 import socket
@@ -16,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.conftest import ROOT
+from tests.fork_server import ForkServer
 from tests.slurm.links import Links, free_ports
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
@@ -111,6 +113,9 @@ class Cluster:
             "OMP_NUM_THREADS": "1",
             "PYTHON": sys.executable,
         }
+        # The fork server is in no node's network.
+        self.forks = {"PYTHON": ForkServer.shared().python} if links is None else {}
+        """Environment of a job whose tasks `python -m MODULE` are to be forks."""
         self._processes: dict[str, subprocess.Popen] = {}
 
     def start(self) -> None:
@@ -229,7 +234,10 @@ class Cluster:
         return Job(self, done.stdout.strip().split(";")[0])
 
     def tasks(self, job: str | None = None, node: str | None = None, rank: int | None = None) -> list[int]:
-        """Return the process ids of `python -m pipeline` that this cluster has started, by their environment."""
+        """Return the process ids of `python -m pipeline` that this cluster has started, by their environment.
+
+        If a fork runs the module (see tests/forked_python.py), it is the fork's.
+        """
         found = []
         for pid, arguments in processes():
             if "-m pipeline" not in arguments and "tests.slurm" not in arguments:
@@ -242,7 +250,7 @@ class Cluster:
                 and (node is None or values.get("SLURMD_NODENAME") == node)
                 and (rank is None or values.get("SLURM_PROCID") == str(rank))
             ):
-                found.append(pid)
+                found.append(forked_by(pid))
         return sorted(found)
 
     @staticmethod
@@ -318,3 +326,11 @@ def environment_of(pid: int) -> dict[str, str]:
     except OSError:
         return {}
     return dict(pair.split("=", 1) for pair in raw.split("\0") if "=" in pair)
+
+
+def forked_by(pid: int) -> int:
+    """Return the process that runs the module of a process of forked_python.py; else the process itself."""
+    with suppress(OSError):
+        if name := re.fullmatch(r"for-(\d+)\n", Path(f"/proc/{pid}/comm").read_text()):
+            return int(name[1])
+    return pid

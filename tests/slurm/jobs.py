@@ -1,6 +1,5 @@
 """Submit training jobs and read their logs and runs."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ NO_GPUS = ["--gpus-per-node=0", "--ntasks-per-node=1", "--cpus-per-task=1", "--t
 """Options of sbatch for this cluster."""
 
 
-SLOWLY = {"PYTHON": f"{sys.executable} {Path(__file__).resolve().parent / 'slow_ranks.py'}"}
+SLOWLY = {"PROGRAM": "-m tests.slurm.slow_ranks"}
 """Environment for ranks that are out of step and log where they are; see slow_ranks.py."""
 
 
@@ -30,7 +29,7 @@ def train(
 ) -> Job:
     """Submit `slurm/train.sbatch RECIPE ...`."""
     command = [f"--nodes={nodes}", *NO_GPUS, *sbatch, script, recipe, "--run.folder", run, *options]
-    return cluster.submit(*command, **(environment or {}))
+    return cluster.submit(*command, **cluster.forks, **(environment or {}))
 
 
 def resumed_from(job: Job) -> list[int]:

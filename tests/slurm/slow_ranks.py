@@ -1,4 +1,4 @@
-"""A replacement for Python that runs `-m pipeline` with ranks out of step, and logs where they are.
+"""The program of a job whose ranks are out of step, and log where they are.
 
 SLOW_RANK sleeps after each step and validation batch, like a rank on a busy node. The sleep comes after the step's
 collectives, so that the other ranks can be a whole step ahead. Other variables of the environment:
@@ -9,8 +9,6 @@ collectives, so that the other ranks can be a whole step ahead. Other variables 
 
 import sys
 
-if sys.argv[1:3] == ["-m", "pipeline"]:
-    del sys.argv[1:3]  # as Python does
 if sys.argv[1:2] == ["doctor"]:
     sys.exit()  # tested elsewhere; these jobs start often
 
