@@ -314,14 +314,14 @@ class GracefulStop(Callback):
         self._has_ended.set()
         if self._failure_report is None:
             return
-        if not isinstance(exception, Stopped | KeyboardInterrupt):
-            message = self._failure_report.describe(exception, self._suspended_seconds())
-            exception.add_note(f"step {trainer.global_step}: {message}")
         # Threads may wait without limit for a rank that no longer answers. End this process, so that the job can end.
         code = exception.exit_code if isinstance(exception, Stopped) else 1
-        end = threading.Timer(MARGIN_SECONDS, _exit_after_write, [checkpoint_io(trainer), code])
-        end.daemon = True
-        end.start()
+        if not isinstance(exception, Stopped | KeyboardInterrupt):
+            # Another thread may wait for a store that does not answer, and then this one waits for that thread.
+            _end_after(MARGIN_SECONDS + 3 * ANSWER_SECONDS, trainer, code)
+            message = self._failure_report.describe(exception, self._suspended_seconds())
+            exception.add_note(f"step {trainer.global_step}: {message}")
+        _end_after(MARGIN_SECONDS, trainer, code)
 
     def state_dict(self) -> PlainValues:
         """Return the state that a resumed run continues with."""
@@ -330,6 +330,13 @@ class GracefulStop(Callback):
     def load_state_dict(self, state_dict: PlainValues) -> None:
         """Restore the callback's state."""
         self._validation_pending = state_dict["validation_pending"]
+
+
+def _end_after(seconds: float, trainer: Trainer, code: int) -> None:
+    """Let this process end after so many seconds, unless it has ended before."""
+    end = threading.Timer(seconds, _exit_after_write, [checkpoint_io(trainer), code])
+    end.daemon = True
+    end.start()
 
 
 def _exit_after_write(writer: AtomicCheckpointIO, code: int) -> None:
