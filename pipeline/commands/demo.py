@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     sources = _lines(DATA / "test.en")[:SAMPLES]
     stage("translate", "translate", averaged, text="".join(s + "\n" for s in sources))
     export = run_folder / "export"
-    stage("export", "export", averaged, export, "--force")
+    stage("export", "export", averaged, export, "--force", "--format", "torchscript")
     print_summary(stages, run_folder, export, sources)
     return 0
 
@@ -102,8 +102,9 @@ def print_summary(stages: dict[str, StageResult], run_folder: Path, export: Path
         print()
     print(f"run          {run_folder}")
     print(f"curves       {SCRIPTS}tensorboard --logdir {run_folder}")
-    print(f"export       {export} (its README.md shows how to load it without this project)")
     program = f"{SCRIPTS}{PROGRAM}"
+    print(f"export       {export} (its README.md shows how to load it without this project)")
+    print(f"             other formats: {program} export {run_folder} {export} --force")
     print("\nNext")
     print(f"  a sentence   echo 'the red dog sees a small cat' | {program} translate {run_folder}")
     print(f"  your text    {program} recipe copy your_text mine.yaml; name your files in it; then")

@@ -14,14 +14,15 @@ from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
 from pipeline.inference.pieces import encode_sources
 from pipeline.inference.scoring import align_words
 from tests.conftest import ROOT
+from tests.fork_server import ForkServer
 from tests.integration.demo_alignments import aligned_pairs, alignment_error
 
 
 def demo(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "pipeline", "demo"],
+        [ForkServer.shared().python, "-m", "pipeline", "demo"],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **ForkServer.shared().for_children},
         capture_output=True,
         text=True,
         check=False,
