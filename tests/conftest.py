@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 import yaml
 
 from tests.fork_server import ForkServer
@@ -153,13 +152,13 @@ def pipeline(
 ) -> subprocess.CompletedProcess:
     """Run `python -m pipeline ...`; the output is bytes.
 
-    The process is a fork of one that has imported PyTorch; with an `environment` that packages may read when they are
-    imported, it is a new interpreter.
+    The process and those that it starts are forks of one that has imported PyTorch; with an `environment` that packages
+    may read when they are imported, it is a new interpreter.
     """
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
     given = text if isinstance(text, bytes) or text is None else text.encode()
     words = list(map(str, arguments))
-    if not all(name.startswith(("SLURM", "MASTER_")) for name in environment):
+    if not all(name.startswith(("SLURM", "MASTER_", "TMPDIR")) for name in environment):
         return subprocess.run(
             [sys.executable, "-m", "pipeline", *words],
             capture_output=True,
@@ -169,7 +168,7 @@ def pipeline(
             check=False,
             timeout=300,
         )
-    return _forked("pipeline", words, given, variables, cwd)
+    return _forked("pipeline", words, given, variables | ForkServer.shared().for_children, cwd)
 
 
 def program(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess:
@@ -286,7 +285,9 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need a GPU or two processors if there are none; run the demo first, since it takes longest."""
+    """Skip tests that need a GPU or two processors if there are none; run those first that take longest."""
+    import torch  # not in the process that only starts workers
+
     from data_module.system.worker_processes import num_processors
 
     for item in items:
@@ -294,12 +295,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         if item.get_closest_marker("two_processors") and num_processors() < 2:
             item.add_marker(pytest.mark.skip(reason="needs two processors"))
-    items.sort(key=lambda item: item.path.name != "test_demo.py")
+    items.sort(key=lambda item: (item.path.parent.name != "slurm", item.path.name != "test_demo.py"))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """With `--dist loadgroup`, run the cluster's tests in one worker, starting at once.
+    """With `--dist loadgroup`, run the cluster's tests in one worker, and each other file in one, in their order.
 
     The groups of pytest-xdist 3.8 do not work with pytest 9.
     """
@@ -309,9 +310,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
     class ClusterApart(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            """Return one scope for the cluster's tests, which runs first as the largest, and one per other test."""
-            return "slurm" if nodeid.startswith("tests/slurm/") else nodeid
+            return "slurm" if nodeid.startswith("tests/slurm/") else nodeid.partition("::")[0]
 
+    config.option.loadscopereorder = False
     return ClusterApart(config, log)
 
 
