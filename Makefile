@@ -17,7 +17,9 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $
 demo: .venv/installed
 	@$(BIN)/python -m pipeline demo
 
-check lint: style types
+check: style types
+
+lint: check
 
 # Types are checked while tests run: one processor would wait for mypy.
 test: style
