@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from model.decoding import BeamSearch, GreedyResult
+from model.loss import ChunkTerms
 from model.packed_attention import PLAIN_ATTENTION, RowAttention, RowSentences
 from model.transformer import Transformer
 
@@ -50,6 +51,8 @@ class Backend:
     compiled: Callable[[Transformer], Forward] | None = None
     """Returns a compiled `Transformer.rows`; None to call it as it is. Validation is not compiled, and plain attention
     cannot be: groups of sentences differ in shape from step to step."""
+    chunk_terms: ChunkTerms | None = None
+    """Computes the loss of a chunk in training; None for PyTorch's operators."""
     search: Search = PYTORCH_SEARCH
     """What validation decodes with."""
     notes: tuple[str, ...] = ()

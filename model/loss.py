@@ -10,9 +10,11 @@ scales them.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from model.beyond.r_drop import divergence
@@ -25,6 +27,10 @@ def plain_loss(states: Tensor, weight: Tensor, targets: Tensor, label_smoothing:
     mean_loss = -log_probabilities.mean(-1)
     losses = (1.0 - label_smoothing) * target_loss + label_smoothing * mean_loss
     return losses[targets != ignored_id].sum()
+
+
+ChunkTerms = Callable[[Tensor, Tensor, float], Tensor]
+"""Does what `_read_logits` does for one pass with gradients: takes logits, target and epsilon; returns three terms."""
 
 
 class LossSums(NamedTuple):
@@ -47,9 +53,10 @@ class _Options(NamedTuple):
     ignored_id: int
     product_dtype: torch.dtype
     sum_dtype: torch.dtype
-    with_gradient: bool
     scale: Tensor | float | None
     alpha: float
+    with_gradient: bool
+    chunk_terms: ChunkTerms | None
 
 
 def label_smoothed_loss(
@@ -60,6 +67,7 @@ def label_smoothed_loss(
     ignored_id: int,
     scale: Tensor | float | None = None,
     r_drop_alpha: float = 0.0,
+    chunk_terms: ChunkTerms | None = None,
 ) -> LossSums:
     """Compute sums of the loss over all positions whose target is not `ignored_id`: `smoothed` is that of `plain_loss`.
 
@@ -74,6 +82,7 @@ def label_smoothed_loss(
         scale: factor on `smoothed`. If it is given, `backward` must be called on `smoothed` itself, because gradients
             are multiplied by this factor alone, while they are computed, so that `backward` does not multiply them.
         r_drop_alpha: weight of the divergence between two passes; 0 for one pass.
+        chunk_terms: used for one pass with gradients; None for PyTorch's operators.
     """
     device = states.device.type
     product_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
@@ -85,7 +94,10 @@ def label_smoothed_loss(
         states, targets = states.movedim(0, -2), targets.reshape(-1, 1).expand(-1, 2)
     states, targets = states.reshape(-1, states.size(-1)), targets.reshape(-1, 1).long().contiguous()
     sum_dtype = torch.promote_types(states.dtype, torch.float32)
-    options = _Options(label_smoothing, ignored_id, product_dtype, sum_dtype, with_gradient, scale, r_drop_alpha)
+    options = _Options(
+        *(label_smoothing, ignored_id, product_dtype, sum_dtype, scale, r_drop_alpha, with_gradient),
+        chunk_terms if with_gradient and not r_drop_alpha else None,
+    )
     return LossSums(*_FusedLoss.apply(states, weight, targets, options))
 
 
@@ -138,24 +150,30 @@ def _chunk_tokens(num_tokens: int, vocabulary_size: int, device: torch.device, o
     if device.type != "cuda":
         most = max(1, _CHUNK_LOGITS // vocabulary_size // passes)
         return passes * (most if size == 2 else min(most, max(_CHUNK_TOKENS // passes, most // 4)))
-    # Memory holds the logits and the probabilities, and for a divergence two more tensors of the probabilities' size.
-    bytes_per_logit = size + max(4, size) * (3 if options.alpha else 1)
+    # Memory holds the logits. PyTorch's operators add the probabilities and, before them, a copy of bfloat16 in their
+    # dtype; a divergence adds two more tensors of the probabilities' size.
+    copies = 3 if options.alpha else 1 + (options.product_dtype == torch.bfloat16)
+    bytes_per_logit = size + (0 if options.chunk_terms else max(4, size) * copies)
     memory = _CHUNK_SHARE * torch.cuda.get_device_properties(device).total_memory
     num_chunks = math.ceil(num_tokens / max(memory / (bytes_per_logit * vocabulary_size), _CHUNK_MULTIPLE))
     return math.ceil(num_tokens / num_chunks / _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
 
 
 def _over_chunks(
-    states: Tensor, weighted_states: Tensor, projection: Tensor, target: Tensor, options: _Options
+    states: Tensor, weighted_states: Tensor, weight: Tensor, target: Tensor, options: _Options
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Project a chunk of tokens at a time, read its logits, and add its part to the gradients.
 
-    `weighted_states` are the states [N, D] times the factor on each token's loss; the projection is [V, D].
+    `weighted_states` are the states [N, D] times the factor on each token's loss; the weight is [V, D].
 
     Returns:
         The terms of all tokens; see `_read_logits`. The gradients of the states, without that factor, and of the
-        projection, both without the term -epsilon / V of d loss / d logits, if `options` ask for them.
+        weight, both without the term -epsilon / V of d loss / d logits, if `options` ask for them.
     """
+    # Rows of zeros, up to a multiple of 8, since a GPU multiplies 16-bit matrices of other sizes more slowly. Their
+    # logits stay zeros, which add nothing to the gradients.
+    missing = -len(weight) % 8
+    projection = F.pad(weight, [0, 0, 0, missing]) if missing else weight
     terms = states.new_zeros(4, *target.shape, dtype=options.sum_dtype)
     size = _chunk_tokens(len(target), len(projection), states.device, options)
     memory = states.new_empty(min(size, len(states)), len(projection))  # for the logits of one chunk after the other
@@ -169,11 +187,14 @@ def _over_chunks(
         # computed here, since the backward pass would have to project every chunk again.
         chunk = slice(start, start + size)
         logits = torch.mm(states[chunk], projection.t(), out=memory[: len(states[chunk])])
-        _read_logits(logits, target[chunk], terms[:, chunk], options)
+        if options.chunk_terms:
+            terms[:3, chunk] = options.chunk_terms(logits[:, : len(weight)], target[chunk], options.epsilon)
+        else:
+            _read_logits(logits[:, : len(weight)], target[chunk], terms[:, chunk], options)
         if gradients is not None:
             torch.mm(logits, projection, out=gradients[0][chunk])
             _add_product(gradients[1], logits.t(), weighted_states[chunk])
-    return terms, gradients
+    return terms, gradients and (gradients[0], gradients[1][: len(weight)])
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -118,6 +118,7 @@ class TranslationModule(LightningModule):
             self.special.pad,
             scale=scale,
             r_drop_alpha=alpha,
+            chunk_terms=self.backend.chunk_terms,
         )
 
     def training_step(self, rank_batch: RankBatch, batch_idx: int) -> StepOutputs:

@@ -14,7 +14,7 @@ from data_module.errors import InputError
 from model.backend import PYTORCH_SEARCH, Backend, Search
 from model.fast import compiled_attention, packed_linear
 from model.fast import compiled_search as search_program
-from model.fast.compilation import CompiledForward
+from model.fast.compilation import CompiledForward, compiled_chunk_terms
 from model.packed_attention import FLASH_ATTENTION, PLAIN_ATTENTION, RowSentences
 from model.settings import NetworkSettings
 from model.transformer import Transformer
@@ -48,8 +48,9 @@ def choose_backend(
         parts |= _compiled_programs(precision, network, notes)
     elif _on_gpu(options):
         notes.append(f"training without flash attention, and so without torch.compile, which is slower: {obstacle}")
-    compiles = should_compile(compiles, options, parts["attention"] is PLAIN_ATTENTION, notes)
-    return Backend(precision, compiled=CompiledForward if compiles else None, notes=tuple(notes), **parts)
+    if should_compile(compiles, options, parts["attention"] is PLAIN_ATTENTION, notes):
+        parts |= {"compiled": CompiledForward, "chunk_terms": compiled_chunk_terms()}
+    return Backend(precision, notes=tuple(notes), **parts)
 
 
 def _compiled_programs(precision: str, network: NetworkSettings, notes: list[str]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from data_module.corpus.store import ParallelCorpus, TokenStore, TokenStoreWrite
 from data_module.settings import BatchSettings
 from data_module.translation_data_module import TranslationDataModule
 from model.backend import Backend
-from model.fast.compilation import CompiledForward
+from model.fast.compilation import CompiledForward, compiled_chunk_terms
 from model.loss import label_smoothed_loss, plain_loss
 from model.packed_attention import FLASH_ATTENTION, PLAIN_ATTENTION
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
@@ -31,6 +31,7 @@ from pipeline.training.memory_probe import MemoryProbe
 from tests.benchmark.train import PeakMemory
 from tests.compilations import Compilations
 from tests.conftest import ALONE
+from tests.model.fast_paths import check_chunk_terms
 from tests.model.sentence_batches import PAD, SPECIAL, VOCABULARY, packed, padded
 
 WARNINGS = [".*does not have many workers", ".*LeafSpec"]
@@ -57,7 +58,8 @@ FLASH = pytest.param("cuda", "flash", marks=pytest.mark.gpu)
 def make_backend(device: str, compiled: bool = False, precision: str = "bf16-mixed") -> Backend:
     """Return the backend of a GPU without the checks of `choose_backend`; on a CPU, that of PyTorch's operators."""
     attention = FLASH_ATTENTION if device == "cuda" and precision.endswith("-mixed") else PLAIN_ATTENTION
-    return Backend(precision, attention=attention, compiled=CompiledForward if compiled else None)
+    parts = {"compiled": CompiledForward, "chunk_terms": compiled_chunk_terms()} if compiled else {}
+    return Backend(precision, attention=attention, **parts)
 
 
 @pytest.fixture
@@ -258,6 +260,13 @@ def test_all_batches_of_a_gpu_share_one_graph() -> None:
     assert compilations.num_graphs == 1
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.slow
+def test_compiled_terms_of_the_loss(device: str, dtype: torch.dtype) -> None:
+    check_chunk_terms(dtype, "inductor", device)
+
+
 def loss_and_gradient(
     made: TranslationModule, device: str, layout: str, low: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -296,7 +305,7 @@ def test_float32_is_the_cpus(device: str, layout: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_loss_takes_a_small_share_of_memory(device: str) -> None:
-    """At the paper's size on a GPU. A small size on the CPU checks the measurement."""
+    """At the paper's size on a GPU, compiled and not. A small size on the CPU checks the measurement."""
     tokens, d_model, pieces = (25_000, 512, 37_000) if device == "cuda" else (4_000, 16, 9_000)
     weight = torch.randn(pieces, d_model, device=device, requires_grad=True)
     targets = torch.randint(0, pieces, (tokens,), device=device, dtype=torch.int32)

@@ -12,13 +12,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from model.decoding import BeamSearch
 from model.dropout import Dropout
 from model.fast import compiled_search
-from model.fast.compilation import CompiledForward
+from model.fast.compilation import CompiledForward, compiled_chunk_terms
 from model.fast.compiled_search import CompiledSearch
 from model.fast.packed_linear import PackedLinear, PackedProjection, can_pack, pack_linears
 from model.loss import label_smoothed_loss
@@ -26,6 +27,7 @@ from model.packed_attention import FLASH_ATTENTION, RowAttention
 from model.settings import NetworkSettings
 from model.transformer import PaddedTransformer, Transformer
 from pipeline.runtime.backend_choice import load_compiled_attention, load_compiled_search
+from tests.compilations import Compilations
 from tests.model import kernel_cases
 from tests.model.search_truth import LENGTHS, exact, make_sources, trained_network
 from tests.model.sentence_batches import PAD, VOCABULARY, arguments, masked_attention, packed, upstream
@@ -145,6 +147,29 @@ def check_network(
         assert (one - other).norm() <= (0.03 if dtype == torch.bfloat16 else 1e-5) * other.norm()
 
 
+def check_chunk_terms(dtype: torch.dtype, compiler: str, device: str = "cpu") -> None:
+    """Softmax and its gradient, for chunks of two sizes, and rows that end before the memory's; see `test_loss.py`."""
+    torch.compiler.reset()
+    terms = compiled_chunk_terms(compiler)
+
+    def plain(logits: Tensor, target: Tensor) -> Result:
+        probabilities = logits.softmax(-1)
+        gradient = probabilities - 0.9 * F.one_hot(target.squeeze(1), 53)
+        return *(x.amax(-1, keepdim=True) for x in (logits, probabilities)), logits.gather(1, target), gradient
+
+    def fast(logits: Tensor, target: Tensor) -> Result:
+        logits = F.pad(logits, [0, 3])[:, :53]
+        largest, target_logits, probability = terms(logits, target, 0.1)
+        return largest, probability, target_logits, logits
+
+    with Compilations() as compilations:
+        for rows in (128, 128, 9):
+            inputs = torch.randn(rows, 53, device=device) * 4, torch.randint(0, 53, (rows, 1), device=device)
+            compare(plain, fast, list(inputs), dtype)
+    assert compilations.num_graphs == 2
+    torch.compiler.reset()
+
+
 def check_search(case: int) -> None:
     """`BeamSearch.beam`, for networks and sources whose best answers do not depend on rounding."""
     network, source, lengths = compiled_search.agreement_cases()[case]
@@ -193,6 +218,7 @@ FAST_PATHS = {
         check_network,
         [(lambda one: CompiledForward(one, "aot_eager"), lambda: FLASH_ATTENTION, torch.float32)],
     ),
+    "compiled terms of the loss": FastPath(check_chunk_terms, [(dtype, "aot_eager") for dtype in GPU_DTYPES]),
     "search in C++": FastPath(check_search, [(0,), (1,)]),
 }
 """The fast paths of `model/fast/`."""

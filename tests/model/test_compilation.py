@@ -12,7 +12,7 @@ import model.packed_attention
 from data_module.batch import PackedBatch
 from model.backend import Backend
 from model.dropout import Dropout
-from model.fast.compilation import CompiledForward
+from model.fast.compilation import CompiledForward, compiled_chunk_terms
 from model.packed_attention import FLASH_ATTENTION
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import TranslationModule
@@ -79,7 +79,8 @@ def test_constant_shapes_are_one_graph() -> None:
 def module(compiled: bool, dropout: float = 0.0) -> TranslationModule:
     torch.manual_seed(3)
     settings = replace(SETTINGS, dropout=dropout)
-    backend = Backend(attention=FLASH_ATTENTION, compiled=CompiledForward if compiled else None)
+    parts = {"compiled": CompiledForward, "chunk_terms": compiled_chunk_terms()} if compiled else {}
+    backend = Backend(attention=FLASH_ATTENTION, **parts)
     return TranslationModule(VOCABULARY, SPECIAL, settings, TrainingSettings(), DecodingSettings(), 1, backend)
 
 

@@ -10,14 +10,19 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import model.loss
-from model.loss import label_smoothed_loss, plain_loss
+from model.fast.compilation import chunk_terms
+from model.loss import ChunkTerms, label_smoothed_loss, plain_loss
 from tests.model.loss_truth import PAD, plain_r_drop, problem, two_passes
 
 
 def hold_rows(chunk: int, cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Set how many rows of logits the loss has in a chunk and in the CPU's cache. 0 means one row."""
-    monkeypatch.setattr(model.loss, "_CHUNK_LOGITS", chunk * 50)
+    monkeypatch.setattr(model.loss, "_CHUNK_LOGITS", chunk * 56)
     monkeypatch.setattr(model.loss, "_CACHED_LOGITS", cached * 50 / torch.get_num_threads())
+
+
+TERMS = pytest.mark.parametrize("terms", [None, chunk_terms])
+"""PyTorch's operators, and the formula that GPUs compile."""
 
 
 class Products(TorchFunctionMode):
@@ -37,17 +42,19 @@ class Products(TorchFunctionMode):
 @pytest.mark.parametrize("epsilon", [0.0, 0.1, 0.3])
 @pytest.mark.parametrize("scale", [None, 0.25, torch.tensor(3.0)])
 @pytest.mark.parametrize(("chunk_rows", "cached_rows"), [(0, 99), (7, 99), (7, 2), (7, 0), (99, 5), (99, 99)])
+@TERMS
 def test_equals_linear_and_cross_entropy(
     epsilon: float,
     scale: float | torch.Tensor | None,
     chunk_rows: int,
     cached_rows: int,
+    terms: ChunkTerms | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The scale is that of the loss and the gradients; other sums are not scaled."""
     hold_rows(chunk_rows, cached_rows, monkeypatch)
     states, weight, targets = problem()
-    sums = label_smoothed_loss(states, weight, targets, epsilon, PAD, scale=scale)
+    sums = label_smoothed_loss(states, weight, targets, epsilon, PAD, scale=scale, chunk_terms=terms)
     factor, upstream = (1.0, 0.37) if scale is None else (float(scale), 1.0)
     assert [one.requires_grad for one in sums] == [True, False, False]
     gradients = torch.autograd.grad(sums.smoothed * upstream, [states, weight])
@@ -83,7 +90,7 @@ def test_r_drop_equals_the_plain_formula(
     states, weight, targets = two_passes()
     with Products() as products:
         sums = label_smoothed_loss(states, weight, targets, epsilon, PAD, scale=scale, r_drop_alpha=alpha)
-    assert max(rows for rows, columns in products.sizes if columns == 50) == min(max(2, chunk_rows), 66)
+    assert max(rows for rows, columns in products.sizes if columns == 56) == min(max(2, chunk_rows), 66)
     factor = 1.0 if scale is None else scale
     gradients = torch.autograd.grad(sums.smoothed * (0.37 if scale is None else 1.0), [states, weight])
     expected = plain_r_drop(states, weight, targets, epsilon, alpha)
@@ -129,6 +136,7 @@ def test_r_drop_by_hand() -> None:
 )
 @pytest.mark.parametrize("scale", [0.25, torch.tensor(3.0)])
 @pytest.mark.parametrize("chunk_rows", [0, 7, 99])
+@TERMS
 def test_less_precision_stays_near_float64(
     dtype: torch.dtype,
     alpha: float,
@@ -136,13 +144,14 @@ def test_less_precision_stays_near_float64(
     of_gradients: float,
     scale: float | torch.Tensor,
     chunk_rows: int,
+    terms: ChunkTerms | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By autocast, in one chunk and in several."""
     hold_rows(chunk_rows, 99, monkeypatch)
     states, weight, targets = (two_passes if alpha else problem)(torch.float32)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        found = label_smoothed_loss(states, weight, targets, 0.1, PAD, scale=scale, r_drop_alpha=alpha)
+        found = label_smoothed_loss(states, weight, targets, 0.1, PAD, scale, alpha, terms)
     exact = [one.detach().double().requires_grad_() for one in (states, weight)]
     expected = label_smoothed_loss(*exact, targets, 0.1, PAD, scale=scale, r_drop_alpha=alpha)
     for name in ("smoothed", "negative_log_likelihood"):
@@ -171,31 +180,36 @@ def test_sums_over_bfloat16_states_are_float32(monkeypatch: pytest.MonkeyPatch) 
         assert (found - expected).norm() < 0.004 * expected.norm()
 
 
-def test_probabilities_of_bfloat16_logits_are_float32() -> None:
+@TERMS
+def test_probabilities_of_bfloat16_logits_are_float32(terms: ChunkTerms | None) -> None:
     states, weight = torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(50, 3, dtype=torch.bfloat16)
-    sums = label_smoothed_loss(states, weight, torch.tensor([1, 2]), 0.1, PAD)
+    sums = label_smoothed_loss(states.requires_grad_(), weight, torch.tensor([1, 2]), 0.1, PAD, chunk_terms=terms)
     assert sums.smoothed.item() == pytest.approx(2 * math.log(50), rel=1e-6)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 2.0])
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_a_state_that_is_not_finite_reaches_loss_and_gradient(alpha: float, value: float) -> None:
+@TERMS
+def test_a_state_that_is_not_finite_reaches_loss_and_gradient(
+    alpha: float, value: float, terms: ChunkTerms | None
+) -> None:
     """So that the step is skipped."""
     states, weight, targets = (two_passes if alpha else problem)(torch.float32)
     with torch.no_grad():
         states.view(-1, 8)[0, 3] = value
-    smoothed = label_smoothed_loss(states, weight, targets, 0.1, PAD, r_drop_alpha=alpha).smoothed
+    smoothed = label_smoothed_loss(states, weight, targets, 0.1, PAD, None, alpha, terms).smoothed
     assert not smoothed.isfinite()
     assert not any(one.isfinite().all() for one in torch.autograd.grad(smoothed, [states, weight]))
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_extreme_logits_stay_finite(alpha: float) -> None:
+@TERMS
+def test_extreme_logits_stay_finite(alpha: float, terms: ChunkTerms | None) -> None:
     """Of two tokens, or of two passes over one."""
     states, weight = torch.tensor([[[1e4]], [[-1e4]]]), torch.tensor([[1.0], [-1.0], [0.5]], requires_grad=True)
     states = (states if alpha else states[:, 0]).requires_grad_()
     targets = torch.tensor([1] if alpha else [1, 1])
-    sums = label_smoothed_loss(states, weight, targets, 0.1, -1, r_drop_alpha=alpha)
+    sums = label_smoothed_loss(states, weight, targets, 0.1, -1, None, alpha, terms)
     sums.smoothed.backward()
     assert all(one.isfinite().all() for one in (*sums, states.grad, weight.grad))
     if not alpha:
@@ -209,7 +223,7 @@ def test_validation_pays_for_no_gradient() -> None:
     for context in (torch.inference_mode(), torch.no_grad()):
         with context, Products() as products:
             sums = label_smoothed_loss(states, weight, targets, 0.1, PAD)
-        assert products.sizes == [(33, 50)]  # the logits alone
+        assert products.sizes == [(33, 56)]  # the logits alone
         assert not sums.smoothed.requires_grad
         assert sums.smoothed.item() == expected.smoothed.item()
 
@@ -226,36 +240,47 @@ def test_the_gradient_of_one_input_alone() -> None:
 GIGABYTE = 1 << 30
 
 
-def chunk_tokens(tokens: int, pieces: int, device: str, dtype: torch.dtype, alpha: float = 0.0) -> int:
-    options = model.loss._Options(0.1, PAD, dtype, torch.float32, True, None, alpha)
+def chunk_tokens(
+    tokens: int, pieces: int, device: str, dtype: torch.dtype, alpha: float, terms: ChunkTerms | None = None
+) -> int:
+    options = model.loss._Options(0.1, PAD, dtype, torch.float32, None, alpha, True, terms)
     found = model.loss._chunk_tokens(tokens, pieces, torch.device(device), options)
     assert isinstance(found, int)
     return found
 
 
 @pytest.mark.parametrize(
-    ("tokens", "memory", "dtype", "alpha", "expected"),
+    ("tokens", "memory", "dtype", "alpha", "terms", "expected"),
     [
         # 1/64 is 1,342,177,280 bytes. With 6 bytes a logit, a row of 37,000 has 222,000: 6,045 fit, so five chunks.
-        (25_000, 80 * GIGABYTE, torch.bfloat16, 0.0, 5_120),
+        (25_000, 80 * GIGABYTE, torch.float16, 0.0, None, 5_120),
         # With 8 bytes a logit 4,534 rows fit: six chunks of 4,167 rows, and the next multiple of 128.
-        (25_000, 80 * GIGABYTE, torch.float32, 0.0, 4_224),
-        (6_045, 80 * GIGABYTE, torch.bfloat16, 0.0, 6_144),
-        (6_046, 80 * GIGABYTE, torch.bfloat16, 0.0, 3_072),
-        (10_000, 141 * GIGABYTE, torch.bfloat16, 0.0, 10_112),
-        (100, 80 * GIGABYTE, torch.bfloat16, 0.0, 128),
-        # 18 rows fit, which is less than the smallest chunk.
-        (25_000, GIGABYTE // 4, torch.bfloat16, 0.0, 128),
+        (25_000, 80 * GIGABYTE, torch.float32, 0.0, None, 4_224),
+        # With 10 bytes a logit 3,627 rows fit: seven chunks. With 2 bytes, in a compiled formula, 18,137: two chunks.
+        (25_000, 80 * GIGABYTE, torch.bfloat16, 0.0, None, 3_584),
+        (25_000, 80 * GIGABYTE, torch.bfloat16, 0.0, chunk_terms, 12_544),
+        (6_045, 80 * GIGABYTE, torch.float16, 0.0, None, 6_144),
+        (6_046, 80 * GIGABYTE, torch.float16, 0.0, None, 3_072),
+        (10_000, 141 * GIGABYTE, torch.float16, 0.0, None, 10_112),
+        (100, 80 * GIGABYTE, torch.bfloat16, 0.0, None, 128),
+        # 10 rows fit, which is less than the smallest chunk.
+        (25_000, GIGABYTE // 4, torch.bfloat16, 0.0, None, 128),
         # Two passes: with 14 bytes a logit 2,591 rows fit, so 20 chunks.
-        (50_000, 80 * GIGABYTE, torch.bfloat16, 5.0, 2_560),
+        (50_000, 80 * GIGABYTE, torch.bfloat16, 5.0, None, 2_560),
     ],
 )
 def test_rows_of_a_chunk_on_a_gpu_by_hand(
-    tokens: int, memory: int, dtype: torch.dtype, alpha: float, expected: int, monkeypatch: pytest.MonkeyPatch
+    tokens: int,
+    memory: int,
+    dtype: torch.dtype,
+    alpha: float,
+    terms: ChunkTerms | None,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """For 37,000 pieces, on GPUs of several sizes."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory))
-    assert chunk_tokens(tokens, 37_000, "cuda", dtype, alpha) == expected
+    assert chunk_tokens(tokens, 37_000, "cuda", dtype, alpha, terms) == expected
 
 
 @pytest.mark.parametrize(
