@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from data_module.batch import RankBatch, RowShape, SpecialIds, collate
 from data_module.batch_plan import Epoch, Epochs
 from data_module.rank_rows import rank_rows
-from data_module.system.loader_workers import naming_shared_memory, starting_workers
+from data_module.system.loader_workers import starting_workers
 from data_module.system.worker_processes import ignore_signals
 
 NEVER_ENDS = 1 << 40
@@ -60,7 +60,7 @@ class RankBatchDataset(Dataset[RankBatch]):
         index = item - self._first_item
         pairs = plan[index]
         rows = rank_rows(*corpus.lengths(pairs), self._shape, self._world_size, self.rank)
-        batch = collate(
+        return collate(
             corpus,
             [pairs[row] for row in rows],
             self._special,
@@ -70,8 +70,6 @@ class RankBatchDataset(Dataset[RankBatch]):
             index=index,
             num_batches=len(plan),
         )
-        batch.share_from_worker()
-        return batch
 
 
 class StatefulLoader(DataLoader[RankBatch]):
@@ -106,8 +104,7 @@ class StatefulLoader(DataLoader[RankBatch]):
             batches = super().__iter__()
         while True:
             self.on_wait("data_wait")
-            with naming_shared_memory():
-                batch = next(batches)
+            batch = next(batches)
             self.on_wait("loop_overhead")
             # Workers are several batches ahead. The position counts only what training has received, so that a resumed
             # run neither repeats nor skips a batch.
