@@ -261,49 +261,33 @@ def disk_full_error(error: BaseException) -> OSError | None:
 def private_folder(path: Path) -> Path:
     """Create a folder, unless it exists, and return its path without links.
 
-    Raises OSError if it cannot be written, or if another user could put code into it, and RuntimeError without a home.
+    Folders above the user's home are not checked: a user who can replace those has access to the whole home.
+
+    Raises OSError if it cannot be written, or if another user could put code into it or replace a folder on its path,
+    and RuntimeError without a home.
     """
     path = path.expanduser().absolute()
-    for folder in reversed([path, *path.parents]):
-        if not os.path.lexists(folder):
-            folder.mkdir(mode=0o700, exist_ok=True)  # Another process may do the same.
-    _check_way(path)
-    folder = path.resolve()
-    if folder.stat().st_uid != os.geteuid():
-        raise PermissionError(f"{folder} belongs to another user")
-    tempfile.TemporaryFile(dir=folder).close()
-    return folder
-
-
-def _check_way(path: Path) -> None:
-    """Raise PermissionError if another user could replace a folder on the way to a path, as ssh does for its keys.
-
-    A user who can write to a folder can replace its entries; in one with the sticky bit, such as /tmp, only their owner
-    can. Folders above the user's home are not checked: a user who can replace those has access to the whole home.
-    """
+    for place in reversed([path, *path.parents]):
+        if not os.path.lexists(place):
+            place.mkdir(mode=0o700, exist_ok=True)  # Another process may do the same.
     trusted = {0, os.geteuid()}
     identities = Path("/proc/self/uid_map")
     if identities.exists() and identities.read_text(encoding="utf-8").split()[-1] != "4294967295":
         # In a container without root's rights, the system's own files belong to an unknown user.
         trusted.add(int(Path("/proc/sys/fs/overflowuid").read_text(encoding="utf-8")))
-    home = Path("~").expanduser().resolve() if os.environ.get("HOME") else None
-    here, names = Path("/"), list(path.parts[1:])
-    while True:
-        status, above_home = here.lstat(), home is not None and here in home.parents
-        if not above_home and status.st_uid not in trusted:
-            raise PermissionError(f"{here} belongs to another user")
-        if stat.S_ISLNK(status.st_mode):
-            target = here.readlink()
-            here, names = Path("/") if target.is_absolute() else here.parent, [*target.parts, *names]
-            names = names[target.is_absolute() :]
-            continue
-        is_shared = status.st_mode & 0o022 and not (status.st_mode & stat.S_ISVTX and names)
-        if not above_home and is_shared:
-            raise PermissionError(f"other users can write to {here}")
-        if not names:
-            return
-        name, *names = names
-        here = here.parent if name == ".." else here / name
+    home = Path("~").expanduser().resolve() if os.environ.get("HOME") else Path("/")
+    folder = path.resolve()
+    ways = [folder, *folder.parents, path, *path.parents]  # with and without links
+    for place in (one for one in ways if one not in home.parents):
+        status = place.lstat()
+        if status.st_uid not in (trusted if place != folder else {os.geteuid()}):
+            raise PermissionError(f"{place} belongs to another user")
+        # In a folder with the sticky bit, such as /tmp, only the owner of an entry can replace it.
+        is_safe = stat.S_ISLNK(status.st_mode) or (status.st_mode & stat.S_ISVTX and place != folder)
+        if status.st_mode & 0o022 and not is_safe:
+            raise PermissionError(f"other users can write to {place}")
+    tempfile.TemporaryFile(dir=folder).close()
+    return folder
 
 
 @contextmanager
