@@ -95,7 +95,6 @@ MAX_VALUES = 100_000
 """Limit on the values of a YAML file, including those that aliases repeat."""
 INVALID_SCALAR = (ValueError, LookupError, AttributeError, ArithmeticError)
 """What PyYAML raises for a scalar that does not fit its tag, such as `!!int ""`."""
-_TOO_MANY = f"with its aliases it has more than {MAX_VALUES:,} values"
 _LONGEST_NUMBER = 1_000
 """Limit on the characters of a number. The time of reading 1:1:1:..., digits of base 60, grows with their square."""
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
@@ -106,35 +105,22 @@ def compose(text: str) -> yaml.Node | None:
 
     Raises YAMLError if aliases make more than `MAX_VALUES` values of it, or a number is too long.
     """
-    root = yaml.compose(text, _Composer)
+    root = yaml.compose(text, yaml.SafeLoader)
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node) -> int:
+        if node.tag in _NUMBERS and len(node.value) > _LONGEST_NUMBER:
+            problem = f"a number has more than {_LONGEST_NUMBER:,} characters"
+            raise yaml.composer.ComposerError(problem=problem, problem_mark=node.start_mark)
         if id(node) not in sizes:
             inner = [] if isinstance(node.value, str) else node.value
             sizes[id(node)] = 1 + sum(map(size, chain(*inner) if isinstance(node, yaml.MappingNode) else inner))
         return sizes[id(node)]
 
     if root is not None and size(root) > MAX_VALUES:
-        raise yaml.composer.ComposerError(problem=_TOO_MANY, problem_mark=root.start_mark)
+        problem = f"with its aliases it has more than {MAX_VALUES:,} values"
+        raise yaml.composer.ComposerError(problem=problem, problem_mark=root.start_mark)
     return root
-
-
-class _Composer(yaml.SafeLoader):
-    """Refuses what would take long before it has taken long."""
-
-    _num_nodes = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Return the next node; raise YAMLError if it is one too many, or too long a number."""
-        self._num_nodes += 1
-        node = super().compose_node(parent, index)
-        if node is not None and self._num_nodes > MAX_VALUES:
-            raise yaml.composer.ComposerError(problem=_TOO_MANY, problem_mark=node.start_mark)
-        if node is not None and node.tag in _NUMBERS and len(node.value) > _LONGEST_NUMBER:
-            problem = f"a number has more than {_LONGEST_NUMBER:,} characters"
-            raise yaml.composer.ComposerError(problem=problem, problem_mark=node.start_mark)
-        return node
 
 
 def plain_copy(value: object) -> Any:

@@ -566,18 +566,6 @@ def test_a_value_that_its_tag_does_not_fit(tmp_path: Path, value: str) -> None:
         assert f"{path}:1: not valid YAML: '" in refusal("fit", path)
 
 
-def test_a_recipe_of_many_values_is_refused_before_all_of_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of text after the last value that is allowed, nothing is read: it would not be YAML."""
-    recipe = tmp_path / "recipe.yaml"
-    monkeypatch.setattr("pipeline.config.recipe_files.MAX_VALUES", 50)
-    recipe.write_text("a:\n" + "- x\n" * 50 + "}")
-    assert "not valid YAML: with its aliases it has more than" in refusal("fit", recipe)
-    recipe.write_text("a:\n" + "- x\n" * 47 + "}")
-    assert f"{recipe}:49: not valid YAML: expected <block end>" in refusal("fit", recipe)
-
-
 MANY_ALIASES = "a0: &a0 [x]\n" + "".join(
     f"a{number}: &a{number} [{', '.join(9 * [f'*a{number - 1}'])}]\n" for number in range(1, 10)
 )
