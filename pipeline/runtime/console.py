@@ -6,13 +6,12 @@ import locale
 import logging
 import os
 import re
-import stat
 import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from io import BufferedWriter, FileIO, TextIOWrapper, UnsupportedOperation
+from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import Any
 
 from data_module.errors import IN_CLONE, InputError, printable
@@ -178,7 +177,8 @@ def user_message(error: Exception) -> str | None:
     if lines:
         return lines[-1]
     if full:
-        return f"{full.filename or _full_stream()}: {full.strerror}; make room, then run the same command again"
+        unnamed = f"standard output or error, or a file in {tempfile.gettempdir()} or a cache of compiled code"
+        return f"{full.filename or unnamed}: {full.strerror}; make room, then run the same command again"
     if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith(("data_module", "model", "pipeline")):
         clone, wheel = "use .venv/bin/python, which make .venv/installed sets up", "install the wheel with its packages"
         return f"{sys.executable} has no {error.name}; {clone if IN_CLONE else wheel}"
@@ -194,25 +194,6 @@ def lacking_memory(error: BaseException) -> str | None:
     if not isinstance(error, MemoryError) and not re.search("(can't|Cannot) allocate memory|out of memory", text):
         return None
     return text[max(0, text.find("DefaultCPUAllocator")) :][:200] or type(error).__name__
-
-
-def _full_stream() -> str:
-    """Return the standard stream that cannot be written, or else the folders where libraries write files."""
-    for name, stream in (("output", sys.stdout), ("error", sys.stderr)):
-        try:
-            stream.flush()  # Where it fails, Python drops the data: the next call does not fail.
-            descriptor = stream.fileno()
-            mode = os.fstat(descriptor).st_mode
-            if stat.S_ISCHR(mode) and not os.isatty(descriptor):  # such as /dev/full
-                os.write(descriptor, b"\n")
-            is_full = stat.S_ISREG(mode) and os.fstatvfs(descriptor).f_bavail == 0
-        except UnsupportedOperation:  # no file, as in a notebook
-            is_full = False
-        except OSError:
-            is_full = True
-        if is_full:
-            return f"standard {name}"
-    return f"a temporary file, in {tempfile.gettempdir()} or a cache of compiled code"
 
 
 def open_closed_streams() -> None:
