@@ -28,7 +28,7 @@ from data_module.corpus.store import (
     lengths_with_eos,
     open_corpus,
     open_variants,
-    read_ahead,
+    warn_of_size,
 )
 from data_module.errors import InputError
 from data_module.rank_rows import row_shape
@@ -100,7 +100,7 @@ class TranslationDataModule(LightningDataModule):
         """Return an endless loader of one `RankBatch` per optimizer step."""
         rank, world_size = self._rank_and_size()
         if self.trainer is None or self.trainer.local_rank == 0:
-            read_ahead(self.train_variants)
+            warn_of_size(self.train_variants)
         rank_batches = RankBatchDataset(
             self.epochs(), self.special, rank=rank, world_size=world_size, shape=self.row_shape(world_size)
         )

@@ -6,9 +6,8 @@ lengths. Opening a store reads no tokens. The processes of a node share its page
 
 import hashlib
 import logging
-import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -286,38 +285,18 @@ def hash_pairs(folder: Path, num_variants: int) -> str:
     return digest.hexdigest()
 
 
-def read_ahead(corpora: Sequence[ParallelCorpus]) -> threading.Thread:
-    """Read all tokens once, in a background thread, so that they are in this node's page cache.
+def warn_of_size(corpora: Sequence[ParallelCorpus]) -> None:
+    """Log a warning if the tokens take more than half of the available memory, page cache included.
 
-    Training reads short sentences in random order; on a shared file system each would be a request of its own. If the
-    tokens take more than half of the available memory, they are not read, and a warning is logged. Offsets and lengths
-    have been read by `map_all`.
+    `map_all` has read them, so that they stay in this node's page cache. Otherwise training, which reads short
+    sentences in random order, would read each of them from the disk; on a shared one each is a request of its own.
     """
     paths = [_path(side.prefix, "tokens") for corpus in corpora for side in (corpus.source, corpus.target)]
-
-    def read() -> None:
-        size = sum(path.stat().st_size for path in paths)
-        if size > _available_memory() // 2:
-            log.warning("%s: %.1f GB do not fit in memory; copy it to a local disk", paths[0].parent, size / 1e9)
-            return
-        block = bytearray(2**23)
-        for path in paths:
-            with path.open("rb", buffering=0) as file:
-                while file.readinto(block):
-                    pass
-
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    return thread
-
-
-def _available_memory() -> int:
-    """Return the available memory in bytes, including the page cache."""
-    try:
+    size = sum(path.stat().st_size for path in paths)
+    with suppress(OSError, KeyError):  # not Linux
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return 2**40
+        if size > int(fields["MemAvailable"].split()[0]) * 1024 // 2:
+            log.warning("%s: %.1f GB do not fit in memory; copy it to a local disk", paths[0].parent, size / 1e9)
 
 
 def _path(prefix: Path, name: str) -> Path:
