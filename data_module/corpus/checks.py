@@ -13,7 +13,7 @@ from data_module.corpus.pairs import PairChunk, PairFilter, least_lengths, open_
 from data_module.corpus.store import MAX_TOKENS
 from data_module.errors import InputError
 from data_module.settings import BpeDropout, CorpusSettings, TextSource
-from data_module.system.files import PlainValues, replace_error, write_error
+from data_module.system.files import PlainValues, beside, replace_error, write_error
 from data_module.system.text_files import LineWarning, StrayMarks
 from data_module.tokenization.text_form import SideForm, form_notes
 from data_module.tokenization.tokenizer import (
@@ -187,11 +187,6 @@ def _check_tokenizer(settings: CorpusSettings, tokenizer: Tokenizer, name: str, 
     ):
         if is_missing:
             raise InputError(f"corpus.{key}: {problem}; leave it out, or {otherwise}")
-
-
-def beside(folder: Path, what: str) -> Path:
-    """Return an entry beside a corpus folder: the `lock` of `prepare`, or a `partial` or `replaced` corpus."""
-    return folder.with_name(f".{folder.name}.{what}")
 
 
 def check_folder(settings: CorpusSettings) -> None:

@@ -6,7 +6,6 @@ A corpus is written to a temporary folder beside its own and renamed when it is 
 import gc
 import logging
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import MISSING, asdict, fields
@@ -14,7 +13,6 @@ from pathlib import Path
 
 from data_module.corpus.builder import learn_tokenizer, write_corpus
 from data_module.corpus.checks import (
-    beside,
     check_folder,
     check_settings,
     check_text,
@@ -36,7 +34,7 @@ from data_module.corpus.manifest import (
 from data_module.corpus.pairs import all_available, fingerprint, open_reader
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings
-from data_module.system.files import FileLock, PlainValues, disk_full_error, replace_folder
+from data_module.system.files import FileLock, PlainValues, disk_full_error, locked_to_replace, replaced_folder
 from data_module.system.outputs import check_outputs, files_of_texts, require_own
 from data_module.tokenization.tokenizer import Tokenizer
 
@@ -81,9 +79,7 @@ def prepare(
     with _write_errors(folder):
         # If the folder is a link, replace the folder that it points to and keep the link.
         target = folder.resolve() if folder.is_symlink() else folder
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target):
-            _remove_leftovers(target)
+        with locked_to_replace(target):
             # Another process may have made the corpus while this one waited for the lock.
             manifest = _up_to_date(settings, wanted, ignore_differences=force)
             if manifest is None or force:
@@ -99,7 +95,7 @@ def _make(
     checked = check_text(settings)
     for warning in source_warnings(settings, checked):
         log.warning(warning)
-    with ExitStack() as until_replaced, _replacing(folder) as temporary, without_garbage_collection():
+    with ExitStack() as until_replaced, replaced_folder(folder) as temporary, without_garbage_collection():
         revisions: dict[str, str] = {}
         for text in settings.texts():
             revisions |= open_reader(text, settings).hub_revisions()
@@ -202,54 +198,6 @@ def _up_to_date(
             " name another corpus.folder, or rebuild this one for a new run with `prepare --force`"
         )
     return manifest
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, which need not exist. The operating system releases it if the process dies.
-
-    The lock file is removed at the end, because another user could not lock it.
-    """
-    path = beside(folder, "lock")
-    with FileLock(path) as lock:
-        if not lock.take():
-            log.info("another process is preparing %s; waiting for it", folder)
-            lock.take(wait=True)
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Remove temporary folders of an interrupted or killed process, and restore a corpus that it had moved away.
-
-    The caller holds the lock.
-
-    Raises OSError if one of them cannot be removed.
-    """
-    for leftover in (beside(folder, "partial"), beside(folder, "replaced")):
-        if leftover.is_symlink():  # not made by `prepare`; it leads elsewhere
-            leftover.unlink()
-        elif leftover == beside(folder, "replaced") and leftover.exists() and not folder.exists():
-            leftover.rename(folder)
-        elif leftover.exists():
-            shutil.rmtree(leftover)
-
-
-@contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that replaces `folder` at the end, or is removed after an error."""
-    temporary = beside(folder, "partial")
-    try:
-        temporary.mkdir()
-        yield temporary
-        replace_folder(temporary, folder, beside(folder, "replaced"))
-    finally:
-        try:
-            _remove_leftovers(folder)
-        except OSError as error:  # The corpus is complete, or another error is being raised.
-            log.warning("%s: cannot be removed: %s; remove it", error.filename, error.strerror)
 
 
 @contextmanager

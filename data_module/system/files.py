@@ -3,8 +3,10 @@
 import errno
 import fcntl
 import json
+import logging
 import os
 import re
+import shutil
 import stat
 import tempfile
 import weakref
@@ -16,6 +18,8 @@ from pathlib import Path
 from typing import IO, Annotated, Any, TypeAlias
 
 from data_module.errors import InputError
+
+log = logging.getLogger(__name__)
 
 PlainValues: TypeAlias = dict[str, Any]
 """Values by name, as in JSON, YAML and checkpoints. Code that reads a value knows or checks its type."""
@@ -177,24 +181,63 @@ def remove_temporary_files(folder: Path, *patterns: str) -> None:
             entry.unlink()
 
 
-def replace_folder(new: Path, folder: Path, old: Path) -> None:
-    """Move the folder `new` to `folder`, and a previous `folder` to `old`, for the caller to remove.
+def beside(folder: Path, what: str) -> Path:
+    """Return an entry beside a folder that is replaced: its `lock`, or its `partial` or `replaced` version."""
+    return folder.with_name(f".{folder.name}.{what}")
 
-    All three are on one file system. `new` is flushed to disk first, so that `folder` is complete even after a power
-    failure. If the move fails, the previous folder is restored. A process killed between the two renames leaves the
-    previous folder at `old`.
+
+@contextmanager
+def locked_to_replace(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, which need not exist; wait while another process holds it.
+
+    What a killed process has left beside the folder is removed, and a folder that it had moved away is put back.
+
+    Raises OSError if the lock cannot be created, or something cannot be removed.
     """
-    for path in (*new.rglob("*"), new):
-        sync_to_disk(path)
-    if folder.exists():
-        folder.rename(old)
+    path = beside(folder, "lock")
+    with FileLock(path) as lock:
+        if not lock.take():
+            log.info("another process is writing %s; waiting for it", folder)
+            lock.take(wait=True)
+        try:
+            _remove_leftovers(folder)
+            yield
+        finally:
+            path.unlink(missing_ok=True)  # Another user could not lock it.
+
+
+@contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder that takes the place of `folder` at the end; if the block raises, `folder` stays as it is.
+
+    The caller holds `locked_to_replace`. The new folder is flushed to disk before it is renamed, so that `folder` is
+    complete even after a power failure. A process killed between the two renames leaves the previous folder beside it.
+    """
+    new = beside(folder, "partial")
     try:
+        new.mkdir()
+        yield new
+        for path in (*new.rglob("*"), new):
+            sync_to_disk(path)
+        if folder.exists():
+            folder.rename(beside(folder, "replaced"))
         new.rename(folder)
-    except OSError:
-        if old.exists():
-            old.rename(folder)
-        raise
-    sync_to_disk(folder.parent)
+        sync_to_disk(folder.parent)
+    finally:
+        try:
+            _remove_leftovers(folder)
+        except OSError as error:  # The folder is complete, or another error is being raised.
+            log.warning("%s: cannot be removed: %s; remove it", error.filename, error.strerror)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    for leftover in (beside(folder, "partial"), beside(folder, "replaced")):
+        if leftover.is_symlink():  # made by somebody else; it leads elsewhere
+            leftover.unlink()
+        elif leftover == beside(folder, "replaced") and leftover.exists() and not folder.exists():
+            leftover.rename(folder)
+        elif leftover.exists():
+            shutil.rmtree(leftover)
 
 
 def sync_to_disk(path: Path) -> None:

@@ -1,12 +1,17 @@
 """The folder of a bundle: its files, and whether it may be replaced. Nothing here imports torch."""
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from data_module.errors import InputError
-from data_module.system.files import naming_full_disk, replace_error, replace_folder, write_error
+from data_module.system.files import (
+    locked_to_replace,
+    naming_full_disk,
+    replace_error,
+    replaced_folder,
+    write_error,
+)
 from data_module.system.outputs import followed, require_own
 from pipeline.inference.bundle_layout import BUNDLE_NAMES, PROGRAM_FILE, bundle_of
 
@@ -42,24 +47,16 @@ def check_bundle_folder(folder: Path, force: bool) -> None:
 
 
 @contextmanager
-def replaced_folder(folder: Path) -> Iterator[Path]:
+def replaced_bundle(folder: Path) -> Iterator[Path]:
     """Yield an empty folder that takes the place of `folder` at the end; if the block raises, `folder` stays as it is.
 
     If `folder` is a link, the folder that it leads to is replaced. All files get the rights that the umask gives.
 
-    Raises InputError if the folder cannot be created, or holds what is not of a bundle.
+    Raises OSError if the folder cannot be created, and InputError if it holds what is not of a bundle.
     """
     folder = followed(folder)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary_folder = tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent)
-    except OSError as error:
-        raise InputError(f"{folder}: cannot be written ({error.strerror}); give another folder") from error
-    with temporary_folder as name, naming_full_disk(folder):
-        new, old = Path(name) / "new", Path(name) / "old"
-        new.mkdir()
+    with naming_full_disk(folder), locked_to_replace(folder), replaced_folder(folder) as new:
         yield new
         for path in filter(Path.is_file, new.rglob("*")):
             path.chmod(new.stat().st_mode & 0o666)  # safetensors makes files that only their owner can read.
         require_own(folder, BUNDLE_NAMES, "give another folder")  # Exporting takes minutes.
-        replace_folder(new, folder, old)  # `old` is removed together with the temporary folder

@@ -10,7 +10,7 @@ from data_module.errors import InputError
 from data_module.system.text_files import progress_bar
 from data_module.tokenization.tokenizer import TOKENIZER_NAME
 from pipeline.checkpointing.checkpoint import TrainedModel, load_model, resolve_checkpoint
-from pipeline.export.bundle_folder import FILES, ON_REQUEST, PARITY_SENTENCES, replaced_folder
+from pipeline.export.bundle_folder import FILES, ON_REQUEST, PARITY_SENTENCES, replaced_bundle
 from pipeline.export.card import make_card, readme
 from pipeline.export.formats import FORMATS, Bundle
 from pipeline.export.parity import Parity, Text, compare_formats, parity_text
@@ -40,7 +40,7 @@ def export(
     if options.n_best > 1 and "model.pt2" not in names:
         raise InputError(f"--n-best {options.n_best}: is for model.pt2; other formats take it with each search")
     sentences = parity_text(model, *text, PARITY_SENTENCES)
-    with replaced_folder(folder) as new:
+    with replaced_bundle(folder) as new:
         write_bundle(model, new, names, sentences, licences, options.n_best)
 
 

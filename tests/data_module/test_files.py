@@ -16,43 +16,34 @@ from data_module.system.files import (
     disk_full_error,
     open_in_place,
     remove_temporary_files,
-    replace_folder,
+    replaced_folder,
 )
 from tests.conftest import ROOT
 
 
-@pytest.fixture
-def new(tmp_path: Path) -> Path:
-    (tmp_path / "new" / "inner").mkdir(parents=True)
-    (tmp_path / "new" / "inner" / "file").write_text("new")
-    return tmp_path / "new"
-
-
-def test_the_previous_folder_is_restored_if_the_move_fails(
-    tmp_path: Path, new: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_previous_folder_is_restored_if_the_move_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, rename = tmp_path / "folder", Path.rename
     folder.mkdir()
     (folder / "file").write_text("old")
 
     def fail(path: Path, target: Path) -> Path:
-        if path == new:
+        if path.name == ".folder.partial":
             raise OSError("no space")
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", fail)
-    with pytest.raises(OSError, match="no space"):
-        replace_folder(new, folder, tmp_path / "old")
+    with pytest.raises(OSError, match="no space"), replaced_folder(folder) as new:
+        (new / "file").write_text("new")
     assert (folder / "file").read_text() == "old"
-    assert not (tmp_path / "old").exists()
+    assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_all_files_and_folders_are_flushed_before_the_move(
-    tmp_path: Path, new: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_files_and_folders_are_flushed_before_the_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(Path(f"/proc/self/fd/{descriptor}").readlink()))
-    replace_folder(new, tmp_path / "folder", tmp_path / "old")
+    with replaced_folder(tmp_path / "folder") as new:
+        (new / "inner").mkdir()
+        (new / "inner" / "file").write_text("new")
     assert sorted(flushed[:-2]) == [new / "inner", new / "inner" / "file"]
     assert flushed[-2:] == [new, tmp_path]
 

@@ -20,7 +20,7 @@ from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export import exported_program, onnx_model
-from pipeline.export.bundle_folder import FILES, ON_REQUEST, replaced_folder
+from pipeline.export.bundle_folder import FILES, ON_REQUEST, replaced_bundle
 from pipeline.export.bundle_writer import bundle_files, write_bundle
 from pipeline.export.card import readme
 from pipeline.export.exported_program import ExportedSearch
@@ -260,7 +260,7 @@ def test_a_bundle_is_replaced_only_with_force(trained_run: Path, bundle: Path, t
 def test_all_files_of_a_bundle_have_the_rights_that_the_umask_gives(tmp_path: Path, mask: int) -> None:
     before = os.umask(mask)
     try:
-        with replaced_folder(tmp_path / "bundle") as new:
+        with replaced_bundle(tmp_path / "bundle") as new:
             (new / "huggingface").mkdir()
             for name, mode in (("card.json", 0o666), ("huggingface/model.safetensors", 0o600)):
                 (new / name).touch(mode)
@@ -271,11 +271,22 @@ def test_all_files_of_a_bundle_have_the_rights_that_the_umask_gives(tmp_path: Pa
     assert found == {"bundle": folder, "huggingface": folder, "card.json": file, "model.safetensors": file}
 
 
+def test_what_a_killed_export_has_left_is_removed(tmp_path: Path) -> None:
+    """And what it had moved away is put back, where the next one fails too."""
+    for name in (".bundle.partial", ".bundle.replaced"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "card.json").write_text(name)
+    with pytest.raises(ArithmeticError), replaced_bundle(tmp_path / "bundle"):
+        raise ArithmeticError
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+    assert (tmp_path / "bundle" / "card.json").read_text() == ".bundle.replaced"
+
+
 def test_what_was_put_into_a_bundle_meanwhile_is_kept(tmp_path: Path) -> None:
     (tmp_path / "bundle").mkdir()
     with (
         pytest.raises(InputError, match=r"notes\.txt: was not made by this program"),
-        replaced_folder(tmp_path / "bundle"),
+        replaced_bundle(tmp_path / "bundle"),
     ):
         (tmp_path / "bundle" / "notes.txt").touch()
     assert [path.name for path in tmp_path.rglob("*")] == ["bundle", "notes.txt"]

@@ -10,8 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +25,7 @@ from data_module.corpus.manifest import Manifest
 from data_module.corpus.preparation import in_use
 from data_module.errors import InputError
 from data_module.settings import TextSource
-from data_module.system.files import FileLock, replace_folder
+from data_module.system.files import FileLock, replaced_folder
 from pipeline.__main__ import main
 from pipeline.checkpointing.run_folder import (
     METRICS,
@@ -510,12 +510,14 @@ def test_a_corpus_is_not_replaced_while_a_run_trains_on_it(
     assert len(said) == 2
     assert (corpus / "manifest.json").stat().st_ino == before
 
-    def replace_while_no_run_can_begin(*folders: Path) -> None:
-        with FileLock(corpus / "manifest.json", os.O_RDONLY) as lock:
-            assert not lock.take(shared=True)
-        replace_folder(*folders)
+    @contextmanager
+    def replaced_while_no_run_can_begin(folder: Path) -> Iterator[Path]:
+        with replaced_folder(folder) as new:
+            yield new
+            with FileLock(corpus / "manifest.json", os.O_RDONLY) as lock:
+                assert not lock.take(shared=True)
 
-    monkeypatch.setattr(preparation, "replace_folder", replace_while_no_run_can_begin)
+    monkeypatch.setattr(preparation, "replaced_folder", replaced_while_no_run_can_begin)
     assert main(command) == 0
     assert (corpus / "manifest.json").stat().st_ino != before
 
