@@ -9,6 +9,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import sysconfig
 import tempfile
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 from data_module.errors import InputError
-from data_module.system.files import FileLock, atomic_file, open_in_place, private_folder
+from data_module.system.files import FileLock, atomic_file, private_folder
 from data_module.system.worker_processes import signals_blocked
 from pipeline.runtime.console import report, say
 from pipeline.runtime.torch_private import default_compiler_cache, start_compile_workers
@@ -59,32 +60,18 @@ def load_program(program: Program[Loaded]) -> Loaded:
     # Several processes of a command, or threads of a process, may load the program at the same time.
     with FileLock(folder / f"{program.name}.lock") as lock:
         lock.take(wait=True)
-        if (opened := _open_own(path)) is None:
+        if not _is_own(path):
             _compile(compiler, program, path)
-            opened = _open_own(path)
-    if opened is None:
-        raise OSError(f"{path}: is not this user's alone")
-    # Load the file that was checked, by its descriptor. The descriptor stays open: a second library with the same name
-    # would be taken for the first one.
-    name = Path(f"/proc/self/fd/{opened}")
-    try:
-        return program.load(name if name.exists() else path)
-    except OSError as error:
-        os.close(opened)
-        raise OSError(str(error).replace(str(name), str(path))) from error
+    return program.load(path)
 
 
-def _open_own(path: Path) -> int | None:
-    """Open a compiled program and return the descriptor; None if another user may have written the file."""
+def _is_own(path: Path) -> bool:
+    """Return whether a compiled program exists that no other user may have written when the folder was less private."""
     try:
-        opened = open_in_place(path, os.O_RDONLY)
-    except OSError:  # It is compiled again.
-        return None
-    status = os.fstat(opened)
-    if status.st_uid == os.geteuid() and not status.st_mode & 0o022:
-        return opened
-    os.close(opened)
-    return None
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
 def find_compiler(variable: str = "CXX", names: Sequence[str] = ("g++", "clang++", "c++")) -> list[str]:
@@ -157,6 +144,7 @@ def _compile(compiler: list[str], program: Program[Loaded], path: Path) -> None:
         if not program.agrees(program.load(made)):
             raise OSError(f"what {compiler[0]} made from {source.name} computes other results; try another compiler")
         with atomic_file(path) as file:
+            os.fchmod(file.fileno(), 0o700)
             file.write(made.read_bytes())
 
 
