@@ -102,7 +102,8 @@ def run_stages(folder: Path, stages: Sequence[Stage], only: str | None) -> int:
     with FileLock(folder / ".lock") as lock, Signals() as signals:
         if not lock.take(shared=only is not None):  # Several tasks of a job array run the same stage.
             raise InputError(f"{folder}: another synthesize writes to it; wait for its end, or give another --folder")
-        left = [stage for stage in stages if not _is_done(folder, stage)]
+        done = [stage for stage in stages if all(path.exists() for path in (_mark_file(folder, stage), *stage.writes))]
+        left = [stage for stage in stages if stage not in done]
         for number, stage in enumerate(stages, 1):
             if stage not in left or only not in (None, stage.name):
                 continue
@@ -162,8 +163,3 @@ def _end_with(parent: int) -> None:
 
 def _mark_file(folder: Path, stage: Stage) -> Path:
     return folder / "done" / f"{stage.name}.json"  # Versions 1.0 and 1.1 kept hashes in it.
-
-
-def _is_done(folder: Path, stage: Stage) -> bool:
-    """Return whether a stage has its mark, and the files that it wrote exist."""
-    return all(path.exists() for path in (_mark_file(folder, stage), *stage.writes))

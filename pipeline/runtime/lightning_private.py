@@ -2,8 +2,9 @@
 
 Private are `Trainer._signal_connector.register_signal_handlers`, `_TrainingEpochLoop._broadcast_sigterm_tensor` and its
 `val_loop` with `restarting` and `run`, `Strategy._forward_redirection`, `DDPStrategy._setup_model`, `_ddp_kwargs` and
-`_configure_launcher`, `_SubprocessScriptLauncher._call_children_scripts`, a `scaler` of `MixedPrecision` that is None,
-and `WeightAveraging._average_model` and `_device`. Docstrings say what for, and name the public API if there is any.
+`_configure_launcher`, `_SubprocessScriptLauncher._call_children_scripts`, `_set_num_threads_if_needed`, a `scaler` of
+`MixedPrecision` that is None, and `WeightAveraging._average_model` and `_device`. Docstrings say what for, and name the
+public API if there is any.
 """
 
 import os
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
@@ -24,8 +25,6 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
-
-from data_module.system.worker_processes import num_processors
 
 
 def disable_signal_handling(trainer: Trainer) -> None:
@@ -110,15 +109,11 @@ class PatientLauncher(_SubprocessScriptLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Start the ranks, then call the function."""
-        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             self.prepare()
             self._call_children_scripts()
             RankObserver(self.procs).start()
-        if "OMP_NUM_THREADS" not in os.environ:  # The ranks of this node share its processors.
-            num_threads = max(1, num_processors() // self.num_processes)
-            torch.set_num_threads(num_threads)
-            os.environ["OMP_NUM_THREADS"] = str(num_threads)
+        _set_num_threads_if_needed(num_processes=self.num_processes)  # The ranks of this node share its processors.
         return function(*args, **kwargs)
 
 

@@ -98,11 +98,6 @@ class StopConsensus:
             self._pending = flag, work
         return answer
 
-    def should_stop_now(self) -> bool:
-        """Return whether any rank wants to stop now; ranks wait for one another."""
-        # The second call reads the reduction that the first one has started, with the current flags of all ranks.
-        return self.should_stop() or self.should_stop()
-
     def failure(self) -> RuntimeError | None:
         """Return the error of the pending reduction; None if it has none so far. It may be called from any thread."""
         pending = self._pending
@@ -229,7 +224,8 @@ class GracefulStop(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Handle stop signals received during start-up, then rerun the validation that an earlier stop interrupted."""
-        if self._consensus.should_stop_now():
+        # The second call reads the reduction that the first one has started, with the current flags of all ranks.
+        if self._consensus.should_stop() or self._consensus.should_stop():
             raise Stopped("asked to stop during start-up; nothing was lost, run the same command to resume")
         if (report := self._failure_report) is not None:
             report.check_same_step(trainer.global_step)

@@ -244,16 +244,12 @@ class ConnectedDDP(SingleStreamDDP):
             raise not_connected(backend, f" at {host}", error) from None
         store.set_timeout(self._group_timeout)
         if on_gpu:
-            atexit.register(_destroy_group)  # NCCL warns about a group that is not destroyed
+            # NCCL warns about a group that is not destroyed.
+            atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
     def broadcast(self, obj: Value, src: int = 0) -> Value:
         """Return the value of rank `src`, which JSON can hold; Lightning's own method would unpickle it."""
         return value_of_each_rank(obj)[src]
-
-
-def _destroy_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 class StepEnvironment(ClusterEnvironment):
