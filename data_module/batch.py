@@ -9,8 +9,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data_module.system.loader_workers import SentAsBytes
-
 if TYPE_CHECKING:
     from data_module.corpus.store import ParallelCorpus, TokenStore
 
@@ -111,7 +109,7 @@ class PackedShape(NamedTuple):
 
 
 @dataclass
-class RankBatch(SentAsBytes):
+class RankBatch:
     """One rank's micro-batches of one optimizer step, in one array: a single copy moves them to a process or a GPU."""
 
     flat: Tensor
@@ -148,6 +146,14 @@ class RankBatch(SentAsBytes):
     def num_row_tokens(self) -> int:
         """Number of source and target tokens in `flat`, including padding."""
         return sum(shape.lengths["source"] + shape.lengths["target_output"] for shape in self.shapes)
+
+    # A worker sends tensors as bytes: PyTorch would share file descriptors, for which this process must connect to it.
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value.numpy() if isinstance(value, Tensor) else value for name, value in vars(self).items()}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        for name, value in state.items():
+            setattr(self, name, torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
 
     def to(self, device: torch.device | str) -> "RankBatch":
         """Return a copy on another device; the host does not wait for it. Lightning calls this for each step."""

@@ -4,17 +4,19 @@ It is endless: it goes from one epoch's plan to the next with the same workers. 
 which does not depend on the number of ranks, so that any number of ranks can resume from it.
 """
 
+import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import TypedDict
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from data_module.batch import RankBatch, RowShape, SpecialIds, collate
 from data_module.batch_plan import Epoch, Epochs
 from data_module.rank_rows import rank_rows
-from data_module.system.loader_workers import starting_workers
-from data_module.system.worker_processes import ignore_signals
+from data_module.system.worker_processes import ignore_signals, signals_blocked
 
 NEVER_ENDS = 1 << 40
 """The length of an endless loader. With a length, Lightning does not fetch batches in advance."""
@@ -100,7 +102,12 @@ class StatefulLoader(DataLoader[RankBatch]):
     def __iter__(self) -> Iterator[RankBatch]:  # type: ignore[override]
         """Yield batches from the position on, endlessly."""
         self._rank_batches.seek(*self._position)
-        with starting_workers():
+        # The process group's threads get time to release the tensors of the last collective. For that, a thread takes a
+        # lock of the interpreter. Python 3.11 does not reset this lock in a forked child (3.12 does), so a worker that
+        # is forked while the lock is held waits for it forever. On an idle machine the threads need a few microseconds.
+        if sys.version_info < (3, 12) and dist.is_initialized():
+            time.sleep(0.1)
+        with signals_blocked():
             batches = super().__iter__()
         while True:
             self.on_wait("data_wait")

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from data_module.errors import InputError
+
 _PARENT_CHECK_SECONDS = 2.0
 """How often a worker looks whether its parent process still runs."""
 
@@ -14,6 +16,17 @@ _PARENT_CHECK_SECONDS = 2.0
 def num_processors() -> int:
     """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0))  # Those that `taskset` or SLURM's binding excludes do not count.
+
+
+def require_shared_memory() -> None:
+    """Raise InputError if the locks of this process's loader cannot be created, which lie in shared memory."""
+    try:
+        multiprocessing.Lock()
+    except OSError as error:
+        raise InputError(
+            f"/dev/shm: {error.strerror}; the processes of batches.workers share locks there: set batches.workers 0, or"
+            " make it larger or writable (--shm-size of a container)"
+        ) from None
 
 
 @contextmanager

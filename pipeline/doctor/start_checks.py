@@ -15,8 +15,7 @@ from data_module.corpus.checks import check_settings
 from data_module.corpus.manifest import is_corpus
 from data_module.errors import InputError
 from data_module.system.files import existing_parent
-from data_module.system.loader_workers import require_shared_memory
-from data_module.system.worker_processes import num_processors
+from data_module.system.worker_processes import num_processors, require_shared_memory
 from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
 from model.backend import Backend
 from model.optimization import build_schedule

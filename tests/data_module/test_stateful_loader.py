@@ -15,12 +15,12 @@ import torch
 from torch.utils.data import Dataset
 from torch.utils.data._utils.signal_handling import _set_worker_signal_handlers
 
+from data_module import stateful_loader
 from data_module.batch import RankBatch, SpecialIds
 from data_module.batch_plan import Epoch, EpochPlan, Epochs
 from data_module.corpus.store import open_corpus
 from data_module.rank_rows import row_shape
 from data_module.stateful_loader import RankBatchDataset, StatefulLoader
-from data_module.system import loader_workers
 from data_module.tokenization.tokenizer import Tokenizer
 
 SPECIAL = SpecialIds(pad=0, bos=2, eos=3)
@@ -189,9 +189,9 @@ def test_python_3_11_pauses_before_workers_are_forked_from_a_rank(
 ) -> None:
     """There a thread of the process group may hold a lock that a forked worker would wait for, for ever."""
     slept: list[float] = []
-    monkeypatch.setattr(loader_workers, "sys", SimpleNamespace(version_info=version))
-    monkeypatch.setattr(loader_workers, "time", SimpleNamespace(sleep=slept.append))
-    monkeypatch.setattr(loader_workers, "dist", SimpleNamespace(is_initialized=lambda: has_process_group))
+    monkeypatch.setattr(stateful_loader, "sys", SimpleNamespace(version_info=version))
+    monkeypatch.setattr(stateful_loader, "time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr(stateful_loader, "dist", SimpleNamespace(is_initialized=lambda: has_process_group))
     next(iter(loader(tiny_corpus)))
     assert len(slept) == pauses
 

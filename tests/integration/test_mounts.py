@@ -87,7 +87,7 @@ from data_module.batch import SpecialIds
 from data_module.errors import InputError
 from data_module.settings import BatchSettings
 from data_module.translation_data_module import TranslationDataModule
-from data_module.system.loader_workers import require_shared_memory
+from data_module.system.worker_processes import require_shared_memory
 data = TranslationDataModule(Path(sys.argv[1]), BatchSettings(batch_tokens=20_000, workers=1), SpecialIds(0, 1, 2), 1)
 for options, num_bytes in (("size=64k", 0), ("size=64k", 64 << 10), ("size=0,ro", 0)):
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", "/dev/shm"], check=True)
