@@ -293,7 +293,7 @@ class Job:
         path = self.cluster.folder / "logs" / f"job-{self.number}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def wait(self, seconds: float = 300) -> str:
+    def wait(self, seconds: float = 550) -> str:
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE")
         self.wait_until(lambda: self.state in over, "ended", seconds)
         return self.state
@@ -302,7 +302,7 @@ class Job:
         """Wait until the log contains a text this many times."""
         self.wait_until(lambda: self.log.count(text) >= times, f"printed {text!r}")
 
-    def wait_until(self, condition: Callable[[], object], what: str, seconds: float = 200) -> None:
+    def wait_until(self, condition: Callable[[], object], what: str, seconds: float = 400) -> None:
         """As the cluster does, with the job's log in the error: that it has not done this."""
         try:
             self.cluster.wait_until(condition, seconds)
