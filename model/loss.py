@@ -79,8 +79,8 @@ def label_smoothed_loss(
         targets: integers [...], the pieces to predict.
         label_smoothing: epsilon in [0, 1).
         ignored_id: id of the padding symbol.
-        scale: factor on `smoothed`. If it is given, `backward` must be called on `smoothed` itself, because gradients
-            are multiplied by this factor alone, while they are computed, so that `backward` does not multiply them.
+        scale: factor on `smoothed`. If it is given, the gradients already have it, and `backward` ignores the gradient
+            that it receives: it must be called on `smoothed` itself.
         r_drop_alpha: weight of the divergence between two passes; 0 for one pass.
         chunk_terms: used for one pass with gradients; None for PyTorch's operators.
     """
@@ -125,12 +125,10 @@ def _read_logits(logits: Tensor, target: Tensor, terms: Tensor, options: _Option
             and R-Drop's divergence, which stays 0 for one pass.
         options: options of the loss.
     """
-    num_tokens, on_cpu = len(logits), logits.device.type == "cpu"
-    if on_cpu:
-        num_tokens = 2 * max(1, round(_CACHED_LOGITS * torch.get_num_threads() / logits.size(1) / 2))
-    for part, own, of_part in zip(
-        logits.split(num_tokens), target.split(num_tokens), terms.split(num_tokens, 1), strict=True
-    ):
+    size, on_cpu = len(logits), logits.device.type == "cpu"
+    if on_cpu:  # an even number, for R-Drop's pairs
+        size = 2 * max(1, round(_CACHED_LOGITS * torch.get_num_threads() / logits.size(1) / 2))
+    for part, own, of_part in zip(logits.split(size), target.split(size), terms.split(size, 1), strict=True):
         # On a CPU, softmax of 16-bit logits takes several times as long.
         block = part.to(options.sum_dtype) if on_cpu else part
         probabilities = torch.softmax(block, -1, dtype=options.sum_dtype)
@@ -192,8 +190,9 @@ def _over_chunks(
         else:
             _read_logits(logits[:, : len(weight)], target[chunk], terms[:, chunk], options)
         if gradients is not None:
-            torch.mm(logits, projection, out=gradients[0][chunk])
-            _add_product(gradients[1], logits.t(), weighted_states[chunk])
+            gradient = logits  # overwritten by d loss / d logits
+            torch.mm(gradient, projection, out=gradients[0][chunk])
+            _add_product(gradients[1], gradient.t(), weighted_states[chunk])
     return terms, gradients and (gradients[0], gradients[1][: len(weight)])
 
 
@@ -211,7 +210,8 @@ def _forward(
     ctx: Any, states: Tensor, weight: Tensor, target: Tensor, options: _Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sums of `LossSums`. Save in `ctx` the gradients of states and weight, times `scale` if it is given."""
-    epsilon, passes, dtype, sum_dtype = options.epsilon, 2 if options.alpha else 1, *options[2:4]
+    epsilon, passes = options.epsilon, 2 if options.alpha else 1
+    dtype, sum_dtype = options.product_dtype, options.sum_dtype
     kept = (target != options.ignored_id).to(sum_dtype)
     # The factor on each token's loss. The gradient of the weight gets it by way of the states, which are multiplied by
     # it here: that is cheaper than multiplying the sum over chunks. States of ignored tokens are 0 and add nothing.
@@ -232,7 +232,8 @@ def _forward(
     likelihood, num_correct = (target_loss * kept).sum() / passes, ((target_logits == largest) * kept).sum() / passes
     if gradients is not None:
         # The term -epsilon / V of d loss / d z is the same for all classes and tokens, so that its products with the
-        # projection and with the states are multiples of sums over classes and over tokens.
+        # projection and with the states are multiples of sums over classes and over tokens. `gradients[0]` still lacks
+        # the factor; `gradients[1]` has it from the weighted states.
         grad_states = (gradients[0].to(sum_dtype) - epsilon * mean_weight) * factor
         grad_weight = gradients[1].sub_(weighted_states.sum(0), alpha=epsilon / len(weight))
         ctx.save_for_backward(grad_states.to(states.dtype), grad_weight.to(weight.dtype))

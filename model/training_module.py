@@ -69,7 +69,7 @@ class TranslationModule(LightningModule):
         self.backend = backend
         self.compiled_forward = backend.compiled(self.network) if backend.compiled else None
         # Small gradients would underflow in 16 bits.
-        self.loss_scale = LossScaler() if backend.precision == "16-mixed" else None
+        self.loss_scaler = LossScaler() if backend.precision == "16-mixed" else None
         self._text_sources: tuple[list[str], Tensor | None] = [], None
         """The arguments of `report_sources`."""
         self._skipped = torch.zeros(2)
@@ -141,7 +141,8 @@ class TranslationModule(LightningModule):
             # uninterrupted one, although no random state is saved, and each micro-batch has dropout of its own.
             default_generator(self.device).manual_seed(_dropout_seed(self.seed, step, self.global_rank, number))
             # Gradients of the micro-batches add up on this rank. The backward pass of the last one reduces the sums
-            # over ranks, once per step.
+            # over ranks, once per step. The forward pass may be inside `no_sync` or not: under manual optimization
+            # Lightning prepares DDP's reducer in `manual_backward`, for each backward pass outside of `no_sync`.
             with nullcontext() if number == last else self._no_synchronization():
                 sums.append(self._add_gradients(batch, factor))
         # The cache holds casts of weights that the optimizer is about to change.
@@ -160,8 +161,8 @@ class TranslationModule(LightningModule):
         # `optimizer` is Lightning's wrapper, whose `step` also counts `global_step`; inside it is PyTorch's optimizer.
         take_step(optimizer.optimizer, optimizer.step, skip, loss_scale)
         optimizer.zero_grad()
-        if self.loss_scale is not None:
-            self.loss_scale.update(skip)
+        if self.loss_scaler is not None:
+            self.loss_scaler.update(skip)
 
         skipped, in_a_row = self._skipped.to(self.device).unbind()
         self._skipped = torch.stack([skipped + skip, (in_a_row + 1.0) * skip])
@@ -182,10 +183,10 @@ class TranslationModule(LightningModule):
         # The wanted gradient is that of the sum of all ranks' losses, divided by the number of their target tokens. DDP
         # averages gradients over ranks, which divides the sum by world_size; this factor makes up for it.
         factor = self.trainer.world_size / rank_batch.num_target_tokens
-        if self.loss_scale is None:
+        if self.loss_scaler is None:
             return factor, None
-        self.loss_scale.to(self.device)
-        return self.loss_scale.factor * factor, self.loss_scale.factor
+        self.loss_scaler.to(self.device)
+        return self.loss_scaler.factor * factor, self.loss_scaler.factor
 
     def _add_gradients(self, batch: PackedBatch, factor: Tensor | float) -> Tensor:
         """Run the forward and backward passes of a micro-batch.
@@ -219,14 +220,14 @@ class TranslationModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the numbers of skipped steps and the loss scale."""
         checkpoint["skipped_steps"] = self._skipped.tolist()
-        if self.loss_scale is not None:
-            checkpoint["loss_scale"] = self.loss_scale.state()
+        if self.loss_scaler is not None:
+            checkpoint["loss_scale"] = self.loss_scaler.state()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what `on_save_checkpoint` saved; a run that had another precision has saved no loss scale."""
         self._skipped = torch.tensor(checkpoint["skipped_steps"], dtype=torch.float32)
-        if self.loss_scale is not None and "loss_scale" in checkpoint:
-            self.loss_scale.load_state(checkpoint["loss_scale"])
+        if self.loss_scaler is not None and "loss_scale" in checkpoint:
+            self.loss_scaler.load_state(checkpoint["loss_scale"])
 
     def report_sources(self, names: list[str], of_pair: Tensor) -> None:
         """Log the validation's loss for each source as well.

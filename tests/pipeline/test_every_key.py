@@ -385,9 +385,9 @@ def test_every_key_reaches_the_object_that_uses_it(built: Built) -> None:
 
 
 def test_the_loss_is_scaled_in_float16_only(built: Built) -> None:
-    assert built.module.loss_scale is None
+    assert built.module.loss_scaler is None
     recipe = replace(built.recipe, trainer={**built.recipe.trainer, "precision": "16-mixed"})
-    assert build(recipe).module.loss_scale is not None
+    assert build(recipe).module.loss_scaler is not None
 
 
 def test_every_key_of_the_corpus_has_an_effect_on_it(built: Built) -> None:
