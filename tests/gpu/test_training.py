@@ -304,15 +304,17 @@ def test_float32_is_the_cpus(device: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_loss_takes_a_small_share_of_memory(device: str) -> None:
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=[pytest.mark.gpu, pytest.mark.slow])])
+def test_the_loss_takes_a_small_share_of_memory(device: str, compiled: bool) -> None:
     """At the paper's size on a GPU, compiled and not. A small size on the CPU checks the measurement."""
     tokens, d_model, pieces = (25_000, 512, 37_000) if device == "cuda" else (4_000, 16, 9_000)
     weight = torch.randn(pieces, d_model, device=device, requires_grad=True)
     targets = torch.randint(0, pieces, (tokens,), device=device, dtype=torch.int32)
     states = torch.randn(tokens, d_model, device=device, requires_grad=True)
+    terms = compiled_chunk_terms() if compiled else None
     memory = PeakMemory(torch.device(device))
     with torch.autocast(device, torch.bfloat16):
-        smoothed = label_smoothed_loss(states, weight, targets, 0.1, PAD).smoothed
+        smoothed = label_smoothed_loss(states, weight, targets, 0.1, PAD, chunk_terms=terms).smoothed
     smoothed.backward()
     peak = memory.read()
     # On a GPU a chunk has 1/64 of its memory; states, weight and their gradients are some 400 MB. Half of all logits
@@ -325,7 +327,8 @@ def test_the_loss_takes_a_small_share_of_memory(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_more_logits_than_32_bits_count(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_more_logits_than_32_bits_count(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a chunk of all tokens, of which the last one alone is not padding."""
     tokens, pieces = 60_000, 37_000
     assert tokens * pieces > 2**31
@@ -334,8 +337,9 @@ def test_more_logits_than_32_bits_count(monkeypatch: pytest.MonkeyPatch) -> None
     states = torch.zeros(tokens, 8, device="cuda")
     states[-1], targets = 1.0, torch.full((tokens,), PAD, device="cuda")
     targets[-1] = 5
+    terms = compiled_chunk_terms() if compiled else None
     with torch.autocast("cuda", torch.bfloat16):
-        found = label_smoothed_loss(states, weight, targets, 0.1, PAD).smoothed
+        found = label_smoothed_loss(states, weight, targets, 0.1, PAD, chunk_terms=terms).smoothed
     exact = weight.detach().double().requires_grad_()
     expected = plain_loss(states[-1:].double(), exact, targets[-1:], 0.1, PAD)
     assert float(found) == pytest.approx(float(expected), rel=0.01)
