@@ -57,6 +57,8 @@ class SpecialIds:
     pad: int
     bos: int
     eos: int
+    unk: int | None = None
+    """Not among the pieces that a search may choose; None if no id is unknown."""
 
 
 class LengthGroup(NamedTuple):

@@ -33,9 +33,9 @@ class Search(NamedTuple):
     """An implementation of greedy and beam search."""
 
     name: str
-    function: Callable[[Transformer, int, int, int], GreedySearch]
-    """Takes a network and the ids of the begin, end and padding symbols, as `BeamSearch` does. It may copy the weights:
-    the result does not follow later changes of them."""
+    function: Callable[[Transformer, int, int, int, int | None], GreedySearch]
+    """Takes a network and the ids of the begin, end, padding and unknown symbols, as `BeamSearch` does. It may copy the
+    weights: the result does not follow later changes of them."""
 
 
 PYTORCH_SEARCH = Search("PyTorch", BeamSearch)

@@ -3,8 +3,8 @@
 An answer is a sequence of tokens followed by the end symbol. Its length, its limit and its log-probability include
 the end symbol. A hypothesis that reaches its limit is continued with the end symbol only, and one that is shorter than
 a given target prefix with the prefix's next token only, at the probability that the network assigns to it. So every
-score equals what teacher forcing computes for the answer. The begin and padding symbols are never chosen, and their
-probability is not redistributed.
+score equals what teacher forcing computes for the answer. The begin, padding and unknown symbols are never chosen, and
+their probability is not redistributed.
 
 The key-value cache is a lattice. Each hypothesis of each step writes its keys and values to one slot and attends to the
 slots on its own path. Example, beam size 2: the only hypothesis of the first step writes slot 0, and the two that
@@ -127,12 +127,17 @@ def answer_limits(source_lengths: Tensor, max_extra_tokens: int, max_positions: 
     return limits.clamp(max=max_positions) if max_positions > 0 else limits
 
 
-def next_log_probabilities(logits: Tensor, bos_id: int, pad_id: int) -> Tensor:
-    """Return log-probabilities [B, N, V] of the next tokens in float32; -inf for the begin and padding symbols."""
+def next_log_probabilities(logits: Tensor, never: list[int]) -> Tensor:
+    """Return log-probabilities [B, N, V] of the next tokens in float32; -inf for the ids in `never`."""
     steps = logits.float().log_softmax(-1)
-    steps.select(2, pad_id).fill_(float("-inf"))
-    steps.select(2, bos_id).fill_(float("-inf"))
+    for one in never:
+        steps.select(2, one).fill_(float("-inf"))
     return steps
+
+
+def never_chosen(bos_id: int, pad_id: int, unk_id: int | None) -> list[int]:
+    """Return the ids that a search never chooses, the unknown symbol's only if it is given."""
+    return [pad_id, bos_id] if unk_id is None else [pad_id, bos_id, unk_id]
 
 
 def best_continuations(
@@ -343,18 +348,19 @@ class BeamSearch(Searches, nn.Module):
     products of different shapes.
     """
 
-    def __init__(self, network: Transformer, bos_id: int, eos_id: int, pad_id: int) -> None:
-        """Take the network, and the ids of the begin, end and padding symbols.
+    def __init__(self, network: Transformer, bos_id: int, eos_id: int, pad_id: int, unk_id: int | None = None) -> None:
+        """Take the network, and the ids of the begin, end, padding and unknown symbols; None if no id is unknown.
 
-        Raises ValueError if the three ids are not distinct, or one is outside the vocabulary.
+        Raises ValueError if the ids are not distinct, or one is outside the vocabulary.
         """
         super().__init__()
         self.network = PaddedTransformer(network)
         self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
+        self.never = never_chosen(bos_id, pad_id, unk_id)
         self.vocabulary_size = network.vocabulary_size
-        special, size = (bos_id, eos_id, pad_id), network.vocabulary_size
-        if len(set(special)) != 3 or not all(0 <= one < size for one in special):
-            raise ValueError(f"begin, end and padding {special} must be three different ids below {size}")
+        self.special, size = [*self.never, eos_id], network.vocabulary_size
+        if len(set(self.special)) != len(self.special) or not all(0 <= one < size for one in self.special):
+            raise ValueError(f"special symbols {self.special} must be different ids below {size}")
         # 0 means unlimited.
         self.max_positions = network.positions.max_positions
 
@@ -370,7 +376,7 @@ class BeamSearch(Searches, nn.Module):
         lengths = torch.full_like(source[:, 0], source.size(1)) if source_mask is None else source_mask.sum(1)
         limits = answer_limits(lengths, options.max_extra_tokens, self.max_positions)
         if target_prefix is not None:
-            prefix_lengths(target_prefix, limits, self.vocabulary_size, (self.bos_id, self.eos_id, self.pad_id))
+            prefix_lengths(target_prefix, limits, self.vocabulary_size, self.pad_id, self.special)
         history_ends = limits.cumsum(0)
         history = source.new_zeros([int(history_ends[-1]), options.beam_size])
         sampling = options.sampling
@@ -487,7 +493,7 @@ class BeamSearch(Searches, nn.Module):
         if self.max_positions > 0:
             position = min(position, self.max_positions - 1)  # only finished sentences would exceed it
         states = self.network.step(batch.last, position, start, cache, batch.source_mask, path_mask)[0]
-        steps = next_log_probabilities(self.network.logits(states), self.bos_id, self.pad_id)
+        steps = next_log_probabilities(self.network.logits(states), self.never)
         chosen: Tensor | None = None
         if draws is not None and sampling is not None:
             chosen = choose(steps[:, 0], draws, sampling)[:, None, None]
@@ -667,7 +673,7 @@ def check_search(
 
 
 def prefix_lengths(
-    target_prefix: Tensor, limits: Tensor, vocabulary_size: int, special: tuple[int, int, int]
+    target_prefix: Tensor, limits: Tensor, vocabulary_size: int, pad_id: int, special: list[int]
 ) -> Tensor:
     """Return the number of tokens [B] of each target prefix.
 
@@ -675,11 +681,11 @@ def prefix_lengths(
         target_prefix: as for `BeamSearch.beam`.
         limits: int64 [B], maximum length of an answer.
         vocabulary_size: V.
-        special: ids of the begin, end and padding symbols.
+        pad_id: id of the padding symbol.
+        special: ids that are no pieces, padding among them.
 
     Raises ValueError if a prefix is not made of pieces, or is as long as the limit.
     """
-    bos_id, eos_id, pad_id = special
     if target_prefix.dtype != torch.int64 or target_prefix.size()[:-1] != limits.size():
         raise ValueError(
             f"target_prefix must be int64 of shape [{limits.size(0)}, tokens], not {target_prefix.dtype} "
@@ -688,9 +694,10 @@ def prefix_lengths(
     is_padding = target_prefix == pad_id
     lengths = (~is_padding).sum(1)
     is_behind = torch.arange(target_prefix.size(1), device=lengths.device) >= lengths.unsqueeze(1)
-    is_special = (target_prefix == bos_id) | (target_prefix == eos_id)
-    is_outside = (target_prefix < 0) | (target_prefix >= vocabulary_size)
-    if bool(((is_padding != is_behind) | is_special | is_outside).any()):
+    is_wrong = (is_padding != is_behind) | (target_prefix < 0) | (target_prefix >= vocabulary_size)
+    for one in special:
+        is_wrong |= (target_prefix == one) & ~is_padding
+    if bool(is_wrong.any()):
         raise ValueError(f"target_prefix must be ids of pieces, 0 .. {vocabulary_size - 1}, with padding behind them")
     if bool((lengths >= limits).any()):
         raise ValueError("target_prefix is as long as an answer may be with its end symbol")

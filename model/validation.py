@@ -48,7 +48,8 @@ class Validation:
 
     def _greedy(self, batch: PaddedBatch, network: Transformer) -> tuple[Tensor, Tensor]:
         if self._search is None:  # Made here, once callbacks have put averaged weights in place.
-            self._search = self._make_search(network, self._special.bos, self._special.eos, self._special.pad)
+            ids = self._special
+            self._search = self._make_search(network, ids.bos, ids.eos, ids.pad, ids.unk)
         # The memory of a search grows with its answers. A batch of very short sentences is searched in parts, so that
         # the search does not need more memory than a training step.
         max_sentences = max(1, batch.source.numel() // SHORTEST)

@@ -105,6 +105,8 @@ class Tokenizer:
     """
 
     pad_id, unk_id, bos_id, eos_id = PAD_ID, UNK_ID, BOS_ID, EOS_ID
+    search_ids = BOS_ID, EOS_ID, PAD_ID, UNK_ID
+    """The special ids in the order in which a search takes them."""
 
     def __init__(
         self, model: bytes, encodes_target: bool = False, seen: bytes | None = None, form: PlainValues | None = None

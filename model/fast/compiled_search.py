@@ -16,7 +16,15 @@ from torch import Tensor, nn
 
 from model.attention import SelfAttention
 from model.beyond.sampling import Sampling, draw_uniforms
-from model.decoding import BeamArguments, BeamResult, BeamSearch, Searches, check_search, prefix_lengths
+from model.decoding import (
+    BeamArguments,
+    BeamResult,
+    BeamSearch,
+    Searches,
+    check_search,
+    never_chosen,
+    prefix_lengths,
+)
 from model.layers import ACTIVATIONS, NORMS, SELF_ATTENTIONS, DecoderLayer, EncoderLayer
 from model.settings import NetworkSettings
 from model.transformer import SinusoidalPositions, Transformer, sinusoidal_table
@@ -123,7 +131,13 @@ class CompiledSearch(Searches):
     """
 
     def __init__(
-        self, library: ctypes.CDLL, network: Transformer | Path, bos_id: int, eos_id: int, pad_id: int
+        self,
+        library: ctypes.CDLL,
+        network: Transformer | Path,
+        bos_id: int,
+        eos_id: int,
+        pad_id: int,
+        unk_id: int | None = None,
     ) -> None:
         """Copy the weights of a network, for which `unsupported` returns None, or load a file of `write_weights`.
 
@@ -134,6 +148,7 @@ class CompiledSearch(Searches):
             ValueError: the file is not a whole file of weights.
         """
         self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
+        self.never = never_chosen(bos_id, pad_id, unk_id)
         self.max_tokens = MAX_TOKENS
         """Maximum number of source tokens that each of PyTorch's threads decodes at the same time. Waiting sentences
         join as others finish."""
@@ -206,7 +221,7 @@ class CompiledSearch(Searches):
             "tokens": source.flatten() if source_mask is None else source[source_mask],
             "offsets": F.pad(lengths.cumsum(0), [1, 0]),
             "limits": limits,
-            "forbidden": torch.tensor([self.pad_id, self.bos_id]),
+            "forbidden": torch.tensor(self.never),
         }
         results = {
             "answers": torch.empty(int(limits.sum()) * n_best, dtype=torch.int32),
@@ -247,8 +262,8 @@ class CompiledSearch(Searches):
         """Return the tokens of all target prefixes, one after another, and their offsets [B + 1]."""
         if target_prefix is None:
             return limits[:0], torch.zeros(len(limits) + 1, dtype=torch.int64)
-        ids = self.bos_id, self.eos_id, self.pad_id
-        lengths = prefix_lengths(target_prefix, limits, self.vocabulary_size, ids)
+        special = [*self.never, self.eos_id]
+        lengths = prefix_lengths(target_prefix, limits, self.vocabulary_size, self.pad_id, special)
         return target_prefix[target_prefix != self.pad_id], F.pad(lengths.cumsum(0), [1, 0])
 
     def _sampling(self, sampling: Sampling | None, uniforms: Tensor) -> "ctypes._Pointer[_Sampling] | None":

@@ -32,8 +32,8 @@ from model.transformer import PaddedTransformer, SinusoidalPositions, Transforme
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.runtime.torch_private import has_while_loop, while_loop
 
-Specials = tuple[int, int, int]
-"""Ids of the begin, end and padding symbols."""
+Specials = tuple[int, int, int, int]
+"""Ids of the begin, end, padding and unknown symbols."""
 Memory = list[tuple[Tensor, Tensor]]
 """Keys and values of cross-attention of each decoder layer."""
 STAGES = 8, 8, 16, 32
@@ -68,7 +68,8 @@ class SearchStep(nn.Module):
     def __init__(self, network: Transformer, specials: Specials, options: decoding.BeamArguments) -> None:
         super().__init__()
         self.network = PaddedTransformer(with_computed_positions(network))
-        self.bos_id, self.eos_id, self.pad_id = specials
+        bos_id, self.eos_id, pad_id, unk_id = specials
+        self.never = [pad_id, bos_id, unk_id]
         self.options, self.vocabulary_size = options, network.vocabulary_size
         self.max_positions = network.positions.max_positions
 
@@ -90,7 +91,7 @@ class SearchStep(nn.Module):
         paths.narrow(2, start, size).copy_(own_slots.expand(paths.size(0), -1, -1))
         used = paths.narrow(2, 0, start + size)
         states = self.network.step(state.last, position, start, cache, source_mask, used)[0]
-        steps = decoding.next_log_probabilities(self.network.logits(states), self.bos_id, self.pad_id)
+        steps = decoding.next_log_probabilities(self.network.logits(states), self.never)
         forced = torch.where(position + 1 >= limits, self.eos_id, -1)
         values, parents, last = decoding.best_continuations(steps, state.totals, forced, size)
         is_end = last == self.eos_id
@@ -110,7 +111,7 @@ class SearchProgram(nn.Module):
     def __init__(self, network: Transformer, specials: Specials, options: decoding.BeamArguments) -> None:
         super().__init__()
         self.next = SearchStep(network, specials, options)
-        self.bos_id, self.eos_id, self.pad_id = specials
+        self.bos_id, self.eos_id, self.pad_id, _ = specials
         self.options, self.vocabulary_size = options, network.vocabulary_size
         self.max_positions = network.positions.max_positions
 
@@ -308,11 +309,10 @@ def write_exported_program(model: TrainedModel, n_best: int, card: str, path: Pa
     Raises InputError if torch.export cannot record the network.
     """
     tokenizer, settings = model.tokenizer, model.decoding
-    specials = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
     options = decoding.BeamArguments(
         settings.beam_size, settings.length_penalty, settings.max_extra_tokens, n_best, settings.stop_rule == "first"
     )
-    search = SearchProgram(model.network, specials, options).eval()
+    search = SearchProgram(model.network, tokenizer.search_ids, options).eval()
     try:
         with quiet():
             program = exported_search(search)

@@ -97,8 +97,7 @@ def own_search(search: Any, model: TrainedModel) -> Search:
 
 
 def _load_cpp(bundle: Bundle, folder: Path, precision: str) -> Search:
-    tokenizer = bundle.model.tokenizer
-    ids = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
+    ids = bundle.model.tokenizer.search_ids
     return own_search(CompiledSearch(compile_cpp(folder), folder / WEIGHTS, *ids), bundle.model)
 
 
@@ -111,7 +110,7 @@ def _limits(model: TrainedModel, sources: list[Ids]) -> Tensor:
 def _load_onnx(bundle: Bundle, folder: Path, precision: str) -> Search:
     """Return greedy search by `encode` and `step` of `onnx/`, in the loop of the bundle's README."""
     model, programs = bundle.model, load_onnx(folder)
-    bos_id, eos_id, pad_id = model.tokenizer.bos_id, model.tokenizer.eos_id, model.tokenizer.pad_id
+    bos_id, eos_id, pad_id, unk_id = model.tokenizer.search_ids
 
     def found(sources: list[Ids], greedy: bool) -> list[list[Answer]]:
         (source, mask), limits = padded(sources, pad_id), _limits(model, sources)
@@ -121,7 +120,7 @@ def _load_onnx(bundle: Bundle, folder: Path, precision: str) -> Search:
         tokens: list[Tensor] = []
         while bool(is_open.any()):
             logits, keys, values = programs["step"](last, keys, values, *cross, mask)
-            steps = next_log_probabilities(logits.unsqueeze(1), bos_id, pad_id).squeeze(1)
+            steps = next_log_probabilities(logits.unsqueeze(1), [pad_id, bos_id, unk_id]).squeeze(1)
             last = steps.argmax(-1).masked_fill(limits <= len(tokens) + 1, eos_id)
             totals += steps.gather(1, last.unsqueeze(1)).squeeze(1).masked_fill(~is_open, 0.0)
             tokens.append(last)
@@ -149,7 +148,7 @@ def _load_ctranslate2(bundle: Bundle, folder: Path, precision: str) -> Search:
             spelled(sources),
             max_decoding_length=max(limits) - 1,  # without the end symbol
             min_decoding_length=0,
-            suppress_sequences=spelled([[tokenizer.pad_id], [tokenizer.bos_id]]),
+            suppress_sequences=spelled([[tokenizer.pad_id], [tokenizer.bos_id], [tokenizer.unk_id]]),
             **({"beam_size": 1} if greedy else beam),
         )
         rows = zip((result.hypotheses[0] for result in results), limits, strict=True)
@@ -212,7 +211,7 @@ def _write_huggingface(bundle: Bundle, folder: Path) -> None:
 
 def write_torchscript(network: Transformer, tokenizer: Tokenizer, card: str, path: Path) -> None:
     """Write network, searches, tokenizer and card into one TorchScript file. `card` is the text of `card.json`."""
-    search = BeamSearch(network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
+    search = BeamSearch(network, *tokenizer.search_ids).eval()
     extra = {"card.json": card, TOKENIZER_NAME: tokenizer.model}
     with warnings.catch_warnings():
         # PyTorch deprecates TorchScript.

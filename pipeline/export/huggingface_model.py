@@ -82,7 +82,7 @@ def generation_settings(tokenizer: Tokenizer, settings: DecodingSettings, length
         "num_beams": settings.beam_size,
         # The answer of the longest source has at most this many tokens, and the begin symbol counts.
         "max_length": LONGEST + settings.max_extra_tokens + 1,
-        "suppress_tokens": [tokenizer.pad_id, tokenizer.bos_id],
+        "suppress_tokens": [tokenizer.pad_id, tokenizer.bos_id, tokenizer.unk_id],
         "pad_token_id": tokenizer.pad_id,
         "bos_token_id": tokenizer.bos_id,
         "eos_token_id": tokenizer.eos_id,

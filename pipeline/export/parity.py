@@ -159,8 +159,7 @@ class Parity:
         self.sources: list[Ids] = [tuple(encoded[index]) for index in kept]
         self.texts = [text.sources[index] for index in kept]
         self.references = [text.references[index] for index in kept] if text.references else None
-        ids = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
-        search = own_search(BeamSearch(model.network, *ids).eval(), model)
+        search = own_search(BeamSearch(model.network, *tokenizer.search_ids).eval(), model)
         self.beam, self.figures = self.measure(search)
         self.greedy = self.answers(search, greedy=True)
         self.truth = Truth(model.network, tokenizer)

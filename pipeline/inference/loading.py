@@ -43,7 +43,7 @@ def load_file(file: Path, device: str | None = None, *, searches: bool = True) -
         model = load_model(file)
         search, tokenizer, settings, recipe = model.network, model.tokenizer, model.decoding, model.recipe
         if searches:
-            search = choose_search(device, search, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
+            search = choose_search(device, search, tokenizer.search_ids)
         else:
             limit_onednn_cache()
     return Translator(search, tokenizer, settings, device=device, name=str(file), recipe=recipe)

@@ -117,7 +117,7 @@ class Translator:
         # Any: a loaded TorchScript module has the methods of BeamSearch but not its type.
         search: Any = network
         if isinstance(network, Transformer):
-            search = BeamSearch(network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
+            search = BeamSearch(network, *tokenizer.search_ids)
         if isinstance(search, torch.nn.Module):
             search.eval().to(device)
         self.search: Any = search

@@ -163,15 +163,18 @@ def try_parts(backend: Backend, device: torch.device) -> None:
 
 
 def choose_search(
-    device: str, network: Transformer, bos_id: int, eos_id: int, pad_id: int
+    device: str, network: Transformer, search_ids: tuple[int, int, int, int]
 ) -> Transformer | search_program.CompiledSearch:
-    """Return the fastest search on a device. On a CPU, the network cannot be used for anything else afterwards."""
+    """Return the fastest search on a device. On a CPU, the network cannot be used for anything else afterwards.
+
+    `search_ids` are the ids that `BeamSearch` takes.
+    """
     if device != "cpu":
         return network
     lacking = search_program.unsupported(network.settings)
     try:
         if lacking is None:
-            return search_program.CompiledSearch(load_compiled_search(), network, bos_id, eos_id, pad_id)
+            return search_program.CompiledSearch(load_compiled_search(), network, *search_ids)
         reason = f"it lacks {lacking}"
     except OSError as error:
         reason = str(error)
@@ -202,7 +205,7 @@ def compiled_search() -> Search:
     library = load_compiled_search()
 
     # Not `functools.partial`: EMA copies the module with its backend, and a library cannot be copied.
-    def search(network: Transformer, bos_id: int, eos_id: int, pad_id: int) -> search_program.CompiledSearch:
-        return search_program.CompiledSearch(library, network, bos_id, eos_id, pad_id)
+    def search(network: Transformer, *ids: Any) -> search_program.CompiledSearch:
+        return search_program.CompiledSearch(library, network, *ids)
 
     return Search("C++", search)

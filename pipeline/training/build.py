@@ -91,7 +91,7 @@ class ResumableEarlyStopping(EarlyStopping):
 
 def special_ids(tokenizer: Tokenizer) -> SpecialIds:
     """Return the ids of the padding, begin and end symbols."""
-    return SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
+    return SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id, unk=tokenizer.unk_id)
 
 
 def refuse_optimizer(recipe: Recipe) -> None:

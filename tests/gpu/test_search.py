@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 def test_a_bundle_on_a_gpu(tmp_path: Path) -> None:
     # The file contains the tokenizer's bytes, which nothing reads here, so sentencepiece need not be installed.
-    tokenizer = SimpleNamespace(model=b"tokenizer", pad_id=PAD, bos_id=BOS, eos_id=EOS)
+    tokenizer = SimpleNamespace(model=b"tokenizer", search_ids=(BOS, EOS, PAD))
     network = trained_network()
     source, mask = make_sources(LENGTHS)
     expected = BeamSearch(network, BOS, EOS, PAD).eval().beam(source, mask, 4, 0.6, 10, 4)

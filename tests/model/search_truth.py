@@ -42,12 +42,12 @@ def compiled_library() -> ctypes.CDLL:
     return library
 
 
-SEARCHES: dict[str, Callable[[Transformer], Any]] = {
-    "operators": lambda network: BeamSearch(network, BOS, EOS, PAD).eval(),
-    "compiled": lambda network: CompiledSearch(compiled_library(), network, BOS, EOS, PAD),
+SEARCHES: dict[str, Callable[..., Any]] = {
+    "operators": lambda network, *unk_id: BeamSearch(network, BOS, EOS, PAD, *unk_id).eval(),
+    "compiled": lambda network, *unk_id: CompiledSearch(compiled_library(), network, BOS, EOS, PAD, *unk_id),
 }
-"""Both implementations of the search."""
-ENGINES = {**SEARCHES, "scripted": lambda network: torch.jit.script(SEARCHES["operators"](network))}
+"""Both implementations of the search. They take a network, and the unknown symbol's id if it is not to be chosen."""
+ENGINES = {**SEARCHES, "scripted": lambda *given: torch.jit.script(SEARCHES["operators"](*given))}
 """The same, and the first one in TorchScript."""
 
 

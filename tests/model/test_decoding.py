@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model.beyond.sampling import Sampling
 from model.decoding import BeamResult, BeamSearch, penalty
 from model.transformer import Cache, PaddedTransformer, Transformer
 from tests.model.search_truth import (
@@ -382,7 +383,28 @@ def test_wrong_arguments_are_refused_in_python_torchscript_and_the_compiled_sear
         assert one.beam(SOURCE, None, 1, 0.0, 0, 1).lengths.item() <= 3
 
 
-@pytest.mark.parametrize(("bos_id", "eos_id", "pad_id"), [(2, 2, 0), (2, 3, 24), (-1, 3, 0)])
-def test_wrong_special_ids_are_refused(bos_id: int, eos_id: int, pad_id: int) -> None:
-    with pytest.raises(ValueError, match="three different ids"):
-        BeamSearch(make_network(0), bos_id, eos_id, pad_id)
+@pytest.mark.parametrize("ids", [(2, 2, 0), (2, 3, 24), (-1, 3, 0), (2, 3, 0, 3), (2, 3, 0, 24)])
+def test_wrong_special_ids_are_refused(ids: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="must be different ids below 24"):
+        BeamSearch(make_network(0), *ids)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_unknown_symbol_is_never_chosen(engine: str) -> None:
+    """Nor is its probability given to others: a score is what teacher forcing computes."""
+    network = fixed_network(1, 6)
+    source, mask = make_sources([3, 3, 2, 3], 6)
+    arguments, sampling = (source, mask, 4, 0.6, 3, 4), (1.0, None, 1.0, 1)
+    free, found = (make(network).beam(*arguments) for make in (ENGINES[engine], lambda one: ENGINES[engine](one, UNK)))
+    assert (free.tokens == UNK).any()
+    lines = torch.arange(len(source))
+    if engine != "scripted":
+        sampling = Sampling(*sampling)
+    drawn = ENGINES[engine](network, UNK).sample(source, mask, lines, sampling, 3)
+    assert not torch.cat([found.tokens.flatten(), drawn.tokens.flatten()]).eq(UNK).any()
+    for sentence, length in enumerate(mask.sum(1).tolist()):
+        for score, tokens in answers_of(found, sentence):
+            true = forced_log_probability(network, source[sentence, :length], tokens)
+            assert score == pytest.approx(penalized(true, len(tokens), 0.6), abs=tolerance(network))
+    with pytest.raises((ValueError, torch.jit.Error), match="must be ids of pieces"):
+        ENGINES[engine](network, UNK).beam(*arguments, "exact", padded_prefixes([[], [UNK], [], []]))

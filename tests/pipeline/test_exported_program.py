@@ -24,16 +24,16 @@ SOURCE = torch.tensor([[7, 9, 12, 5, 8, 3], [6, 3, 0, 0, 0, 0], [20, 11, 4, 3, 0
 
 def answers(model: TrainedModel, source: torch.Tensor, n_best: int) -> BeamResult:
     tokenizer, decoding = model.tokenizer, model.decoding
-    search = BeamSearch(model.network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
+    search = BeamSearch(model.network, *tokenizer.search_ids).eval()
     settings = decoding.beam_size, decoding.length_penalty, decoding.max_extra_tokens, n_best, decoding.stop_rule
     return search.beam(source, source > 0, *settings)
 
 
 def search_of(model: TrainedModel, n_best: int) -> SearchProgram:
     """Return the search as it is before its export."""
-    tokenizer, (size, penalty, extra, rule) = model.tokenizer, astuple(model.decoding)
-    specials = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
-    return SearchProgram(model.network, specials, BeamArguments(size, penalty, extra, n_best, rule == "first")).eval()
+    size, penalty, extra, rule = astuple(model.decoding)
+    options = BeamArguments(size, penalty, extra, n_best, rule == "first")
+    return SearchProgram(model.network, model.tokenizer.search_ids, options).eval()
 
 
 def assert_equal(found: BeamResult, expected: BeamResult) -> None:

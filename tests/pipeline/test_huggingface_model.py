@@ -60,7 +60,7 @@ def test_logits_and_greedy_answers_are_the_same(tokenizer: Tokenizer, tmp_path: 
         ours = network.logits(PaddedTransformer(network)(source, target, mask))
         logits = theirs(input_ids=source, attention_mask=mask.long(), decoder_input_ids=target).logits
     torch.testing.assert_close(logits, ours, rtol=1e-4, atol=1e-4)
-    search = BeamSearch(network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
+    search = BeamSearch(network, *tokenizer.search_ids).eval()
     expected = search.greedy(source[:1], None, 6).tokens
     found = theirs.generate(source[:1], num_beams=1, max_length=9 + 6 + 1)
     assert found[:, 1:].tolist() == expected.tolist()
@@ -91,7 +91,7 @@ def test_generation_settings(tokenizer: Tokenizer) -> None:
 
     usual = settings()
     assert (usual["num_beams"], usual["length_penalty"], usual["early_stopping"]) == (4, 0.4, "never")
-    assert usual["suppress_tokens"] == [tokenizer.pad_id, tokenizer.bos_id]
+    assert usual["suppress_tokens"] == [tokenizer.pad_id, tokenizer.bos_id, tokenizer.unk_id]
     assert usual["max_length"] == 1024 + 50 + 1
     assert settings(stop_rule="first")["early_stopping"] is True
     assert "length_penalty" not in settings(beam_size=1)

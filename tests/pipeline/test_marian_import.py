@@ -50,7 +50,7 @@ def test_greedy_answers_and_their_probabilities_are_the_same(marian: Path) -> No
     network, tokenizer = loaded_network(marian)
     theirs, marian_tokenizer = load(marian)
     pieces = tokenizer.pieces()
-    search = BeamSearch(network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
+    search = BeamSearch(network, *tokenizer.search_ids)
     lengths = set()
     for line in LINES:
         source = [*tokenizer.encode([line])[0].tolist(), tokenizer.eos_id]

@@ -102,7 +102,7 @@ def test_the_tolerance_holds_for_float32_and_not_for_less(tokenizer: Tokenizer, 
     with torch.no_grad():
         for parameter in model.network.parameters():
             parameter.copy_(parameter.half())
-    search = BeamSearch(model.network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
+    search = BeamSearch(model.network, *tokenizer.search_ids).eval()
     messages = parity.exceeded(parity.compare(FORMATS["model.ts"], own_search(search, model)))
     assert any("score difference" in message for message in messages)
 
@@ -149,7 +149,7 @@ def test_a_network_that_has_diverged_is_refused(tokenizer: Tokenizer, factor: fl
 
 def test_the_checkpoint_stops_as_its_recipe_says(tokenizer: Tokenizer) -> None:
     model = stops_at_first(tokenizer)
-    search = BeamSearch(model.network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
+    search = BeamSearch(model.network, *tokenizer.search_ids).eval()
     exact = replace(model, decoding=replace(model.decoding, stop_rule="exact"))
     sources = [(*ids.tolist(), tokenizer.eos_id) for ids in tokenizer.encode(TEXT.sources)]
     answers = [own_search(search, one)(sources, False) for one in (model, exact)]

@@ -66,7 +66,7 @@ def test_the_readme_of_a_bundle_names_prefixes() -> None:
     def text(recipe: PlainValues, example: str) -> str:
         card = {"name": "n", "source_language": "en", "target_language": "x", "recipe": recipe, "stop_rule": "exact"}
         card |= {"beam_size": 1, "length_penalty": 1, "max_extra_tokens": 5, "max_source_tokens": None, "n_best": 1}
-        card |= {"pad_id": 0, "bos_id": 2, "eos_id": 3, "examples": [example, "Another."]}
+        card |= {"pad_id": 0, "unk_id": 1, "bos_id": 2, "eos_id": 3, "examples": [example, "Another."]}
         return readme(["model.ts", "model.pt2", "ctranslate2", "cpp"], card, [5, 3])
 
     plain = text({"corpus": corpus(None)}, "$A {sentence}.")

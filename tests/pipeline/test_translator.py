@@ -53,7 +53,7 @@ def test_translations_have_the_order_of_the_sentences_for_any_batch_size(
 ) -> None:
     sentences = make_sentences(40)
     network = make_network(tokenizer)
-    search = BeamSearch(network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
+    search = BeamSearch(network, *tokenizer.search_ids).eval()
     expected = []
     for ids in tokenizer.encode(sentences):
         source = torch.tensor([[*ids.tolist(), tokenizer.eos_id]])
