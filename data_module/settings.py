@@ -6,6 +6,7 @@ These dataclasses are the recipe's schema: other keys are refused, with the near
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import Literal
 
 from data_module.registry import LARGEST, check_range
 from data_module.system.files import PathText
@@ -148,6 +149,8 @@ class CorpusSettings:
     """Name of the source language in a data set."""
     target_language: str = "target"
     """Name of the target language in a data set. BLEU and `evaluate --paper` tokenize by it, and exports name it."""
+    model_type: Literal["bpe", "unigram", "word", "char"] = "bpe"
+    """What a piece is: part of a word, by `bpe` or `unigram`; a token between two spaces (`word`); or a character."""
     vocabulary_size: int = 37_000
     """Number of pieces of the joint vocabulary of both languages, special pieces included."""
     tokenizer: PathText | None = None

@@ -4,6 +4,7 @@ Text is processed in chunks of about a megabyte, so that memory use does not gro
 """
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -25,7 +26,7 @@ from data_module.corpus.manifest import (
     write_manifest,
 )
 from data_module.corpus.noise import CASINGS, with_casing
-from data_module.corpus.pairs import ALSO_IN, PairFilter, Reason, max_characters, read_pairs
+from data_module.corpus.pairs import ALSO_IN, PairChunk, PairFilter, Reason, max_characters, read_pairs
 from data_module.corpus.store import (
     TokenStore,
     TokenStoreWriter,
@@ -64,10 +65,12 @@ def check_vocabulary_size(settings: CorpusSettings, checked: TextChecker) -> Tok
     """Learn a tokenizer, to raise InputError for a size that the training text does not allow, and return it.
 
     Only the beginning of a large text is read, which has enough words, unless the whole text decides which characters
-    are pieces. `learn_tokenizer`, which reads the whole text, then learns other pieces.
+    or words are pieces. `learn_tokenizer`, which reads the whole text, then learns other pieces.
     """
     has_all_characters = settings.character_coverage >= 1 and not settings.byte_fallback
     enough = _ENOUGH_CHARACTERS * settings.vocabulary_size if has_all_characters else None
+    if settings.model_type == "word":  # Each token of the text may be too long.
+        enough = None
     return _train_tokenizer(settings, count_words(settings, checked, False, enough), False)
 
 
@@ -265,24 +268,40 @@ class _SplitWriter(AbstractContextManager["_SplitWriter"]):
         self._name, self._settings, self._encoders = name, settings, encoders
         self._num_pairs: list[int] = []
         self._unknown = 0
+        self._unknown_words, self._first_unknown = 0, ""
 
     def add(self, text: TextSource, bar: tqdm) -> Iterator[list[tuple[str, str]]]:
         """Read a source once and write its pairs, as often as it is repeated; yield the pairs that were kept."""
         start = len(self.writers[0])
         for chunk in read_pairs(text, self._settings):
             sides = chunk.source, chunk.target
-            encoded = [_encode(*side, self._settings) for side in zip(self._encoders, sides, strict=True)]
+            encoded = [_encode(*one, self._settings) for one in zip(self._encoders, sides, strict=True)]
             kept = self.pair_filter.keep(chunk, encoded[0][1], encoded[1][1], text.repeat)
             indices = kept.tolist()
-            for writer, (ids, lengths) in zip(self.writers, encoded, strict=True):
+            for side, (writer, (ids, lengths)) in enumerate(zip(self.writers, encoded, strict=True)):
                 flat = np.frombuffer(b"".join([ids[i] for i in indices]), dtype=writer.dtype)
-                self._unknown += int(np.count_nonzero(flat == UNK_ID))
                 writer.append_flat(flat, lengths[kept])
+                if (unknown := np.flatnonzero(flat == UNK_ID)).size:
+                    self._unknown += unknown.size
+                    places = kept[np.unique(np.searchsorted(lengths[kept].cumsum(), unknown, side="right"))]
+                    self._count_unknown_words(chunk, side, places.tolist())
             yield [(chunk.source[i], chunk.target[i]) for i in indices]
             bar.update(len(chunk.source))
         self._num_pairs.append(len(self.writers[0]) - start)
         for writer in self.writers:
             writer.repeat_from(start, text.repeat - 1)
+
+    def _count_unknown_words(self, chunk: PairChunk, side: int, places: list[int]) -> None:
+        """Count the words without a piece in these sentences of one side, where words are pieces."""
+        if self._settings.model_type != "word":
+            return
+        split = [(chunk.source, chunk.target)[side][place].split(" ") for place in places]
+        counts = Counter(chain.from_iterable(split))
+        encoded = self._encoders[side].tokenizer.encode_cleaned(list(counts))
+        unknown = {word for word, ids in zip(counts, encoded, strict=True) if UNK_ID in ids}
+        self._unknown_words += sum(counts[word] for word in unknown)
+        word = next(word for word in split[0] if word in unknown)
+        self._first_unknown = self._first_unknown or f"{word!r} ({chunk.names[side]}:{chunk.first_line + places[0]})"
 
     def account(self, texts: list[TextSource]) -> SplitAccount:
         """Return the manifest's entry about the split, which has the pairs of `texts`, and warn of unknown text.
@@ -295,7 +314,15 @@ class _SplitWriter(AbstractContextManager["_SplitWriter"]):
         self.pair_filter.check_not_empty(self._name)
         # Repetitions count in the number of pieces but not in `_unknown`, so the fraction may only be too low.
         fraction = self._unknown / max(1, sum(writer.num_tokens for writer in self.writers))
-        if fraction > _MAX_UNKNOWN:
+        if self._unknown_words and self._name == "train":
+            log.warning(
+                "corpus.vocabulary_size %d: %s tokens of the training text have no piece and are unknown to the model;"
+                " the first is %s",
+                self._settings.vocabulary_size,
+                f"{self._unknown_words:,}",
+                self._first_unknown,
+            )
+        elif fraction > _MAX_UNKNOWN:
             log.warning(
                 "%.0f %% of the %s text's pieces are unknown to the tokenizer: compare the language and the normal form"
                 " (NFC, NFD) of this text with those of the text that the tokenizer was trained on (with"

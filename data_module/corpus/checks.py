@@ -24,6 +24,7 @@ from data_module.tokenization.tokenizer import (
     Tokenizer,
     normal_form,
     normalize_white_space,
+    symbol_places,
 )
 
 FEW_PAIRS = 5_000
@@ -37,7 +38,7 @@ _DECOMPOSED = (
     " have two spellings; convert the file (uconv -x any-nfc)"
 )
 _BYTES_PER_TOKEN = 5
-"""Bytes of UTF-8 text that become one token, a rough mean over languages."""
+"""Bytes of UTF-8 text that become one token, a rough mean over languages; with characters as pieces, 1."""
 
 
 @dataclass
@@ -83,12 +84,26 @@ def check_settings(settings: CorpusSettings) -> None:
             f"corpus.variants: {settings.variants} encodings would all be the same; set corpus.noise or"
             " corpus.bpe_dropout, or remove it"
         )
-    _check_symbols(settings.user_symbols, settings.byte_fallback)
+    _check_symbols(settings)
+    _check_model_type(settings)
     _check_text_sources(settings)
 
 
-def _check_symbols(symbols: list[str], byte_fallback: bool) -> None:
+def _check_model_type(settings: CorpusSettings) -> None:
+    """Raise InputError for a setting that the type of the vocabulary does not have."""
+    kind, wrong = settings.model_type, []
+    if kind != "bpe" and settings.bpe_dropout != BpeDropout():
+        wrong.append("bpe_dropout")
+    if kind == "word":
+        plain = {"byte_fallback": False, "split_digits": False, "character_coverage": 1.0}
+        wrong += [key for key, value in plain.items() if getattr(settings, key) != value]
+    for key in wrong:
+        raise InputError(f"corpus.{key}: is not for corpus.model_type {kind}; remove it, or choose another model_type")
+
+
+def _check_symbols(settings: CorpusSettings) -> None:
     """Raise InputError for a user symbol that could not be one piece."""
+    symbols = settings.user_symbols
     for i, symbol in enumerate(symbols):
         problem = None
         if not symbol:
@@ -97,8 +112,10 @@ def _check_symbols(symbols: list[str], byte_fallback: bool) -> None:
             problem = f"has white space, at which words end; write it without{_as_list([symbol])}"
         elif symbol in symbols[:i]:
             problem = "occurs twice in the list; remove one"
-        elif symbol in SPECIAL_NAMES or (byte_fallback and symbol in BYTE_NAMES):
+        elif symbol in SPECIAL_NAMES or (settings.byte_fallback and symbol in BYTE_NAMES):
             problem = "is the name of a special piece; choose another one"
+        elif settings.model_type == "word" and settings.lowercase and symbol != symbol.lower():
+            problem = "has capitals, which corpus.lowercase changes with corpus.model_type word; write it without"
         if problem:
             raise InputError(f"corpus.user_symbols: {symbol!r} {problem}")
 
@@ -174,6 +191,10 @@ def _check_tokenizer(settings: CorpusSettings, tokenizer: Tokenizer, name: str, 
         raise InputError(
             f"corpus.lowercase: {name} {does}; set it to {str(tokenizer.lowercase).lower()}, or {otherwise}"
         )
+    wanted, found = settings.model_type, tokenizer.model_type
+    # A recipe without the key takes a model of another type as it is, but for `word`, which reads text in another way.
+    if found != wanted and (wanted != "bpe" or found == "word"):
+        raise InputError(f"corpus.model_type: {name} is of type {found}; set it to {found}, or {otherwise}")
     missing = [symbol for symbol in settings.user_symbols if symbol not in tokenizer.user_symbols]
     for key, is_missing, problem in (
         ("user_symbols", bool(missing), f"{', '.join(missing)}: not in {name}, and a tokenizer cannot grow"),
@@ -259,8 +280,9 @@ class TextChecker:
                     for number, sentence in enumerate(sentences, chunk.first_line):
                         if normal_form(sentence) == "NFD":
                             note.add(number)
-                if text.prefix and text.prefix in side:
-                    index = next(i for i, sentence in enumerate(sentences) if text.prefix in sentence)
+                if text.prefix and text.prefix in symbol_places(side, settings.model_type):
+                    of_lines = (symbol_places(sentence, settings.model_type) for sentence in sentences)
+                    index = next(i for i, found in enumerate(of_lines) if text.prefix in found)
                     raise InputError(
                         f"{name}:{chunk.first_line + index}: the pair holds the prefix {text.prefix!r} of its"
                         " source already; remove `prefix` from the source, or choose another symbol"
@@ -268,7 +290,8 @@ class TextChecker:
                 left = side if len(chosen) == len(sentences) else "\n".join([sentences[i] for i in chosen.tolist()])
                 result.num_bytes += len(left.encode()) + 1
                 result.characters.update(left)
-                result.symbols |= {symbol for symbol in settings.user_symbols if symbol in left}
+                places = symbol_places(left, settings.model_type)
+                result.symbols |= {symbol for symbol in settings.user_symbols if symbol in places}
         result.kept = np.concatenate(kept)
         result.decomposed = [line for note in decomposed.values() if (line := note.text())]
 
@@ -310,9 +333,10 @@ def source_warnings(settings: CorpusSettings, checked: TextChecker) -> list[str]
             " others in each epoch"
         )
     if settings.noise.emoji and not settings.byte_fallback:
+        cure = "remove it" if settings.model_type == "word" else "set corpus.byte_fallback to true"
         warnings.append(
             "corpus.noise.emoji: without corpus.byte_fallback, the tokenizer knows only the emoji of the training text,"
-            " and a network cannot learn to copy others; set corpus.byte_fallback to true"
+            f" and a network cannot learn to copy others; {cure}"
         )
     # Neither markup nor placeholders are learned without text. `prepare` itself puts prefixes before the sentences.
     held = {text.prefix for text in settings.train}.union(*(source.symbols for source in train))
@@ -333,7 +357,8 @@ def size_warnings(settings: CorpusSettings, checked: TextChecker) -> list[str]:
     """
     train = checked.found["train"]
     pairs = sum(int(source.kept.sum()) for source in train)
-    tokens = sum(source.num_bytes for source in train) // _BYTES_PER_TOKEN
+    is_char = settings.model_type == "char"
+    tokens = sum(source.num_bytes for source in train) // (1 if is_char else _BYTES_PER_TOKEN)
     # Bytes and user symbols take up pieces whatever the text is.
     reserved = len(settings.user_symbols) + NUM_BYTES * settings.byte_fallback
     learned = settings.vocabulary_size - reserved
@@ -346,7 +371,7 @@ def size_warnings(settings: CorpusSettings, checked: TextChecker) -> list[str]:
     # A vocabulary needs a piece for each character, and some for words.
     characters = set().union(*(source.characters for source in train))
     suggestion = max(100, tokens // (2 * MIN_PIECE_TOKENS), 2 * len(characters)) + reserved
-    is_learned = settings.tokenizer is None
+    is_learned = settings.tokenizer is None and not is_char  # The text decides how many characters are pieces.
     if is_learned and tokens < MIN_PIECE_TOKENS * learned and suggestion < settings.vocabulary_size:
         warnings.append(
             f"corpus.vocabulary_size {settings.vocabulary_size}: each piece occurs only about"

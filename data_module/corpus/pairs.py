@@ -17,7 +17,7 @@ from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
 from data_module.system.files import open_regular
 from data_module.system.text_files import BYTE_ORDER_MARK, StrayMarks, read_errors
-from data_module.tokenization.tokenizer import MAX_PIECE_CHARACTERS, clean_lines
+from data_module.tokenization.tokenizer import LONGEST_TOKEN, MAX_PIECE_CHARACTERS, clean_lines
 
 _BUILT_IN: dict[str, type[Reader]] = {"source": PairedFiles, "tsv": TsvFile, "dataset": HubDataset}
 """Readers by the key of a text source that selects them."""
@@ -136,18 +136,21 @@ def _decode(lines: list[bytes]) -> tuple[list[str], list[int]]:
 
 def max_characters(settings: CorpusSettings) -> int:
     """Return the number of characters above which a sentence has too many pieces, whatever the tokenizer."""
-    return settings.max_tokens * max(MAX_PIECE_CHARACTERS, *map(len, settings.user_symbols), 0)
+    longest_piece = LONGEST_TOKEN if settings.model_type == "word" else MAX_PIECE_CHARACTERS
+    return settings.max_tokens * max(longest_piece, *map(len, settings.user_symbols), 0)
 
 
 def least_lengths(sentences: list[str], settings: CorpusSettings) -> np.ndarray:
     """Return a lower bound on each sentence's number of pieces, int64 [sentences]: a word is one piece or more.
 
-    It is more than `max_tokens` for a sentence with more words, or with more than `max_characters`.
+    Only with `corpus.model_type: word`, several are one piece if they are unknown. The bound is more than `max_tokens`
+    for a sentence with more words, or with more than `max_characters`.
     """
     characters = np.array(list(map(len, sentences)), dtype=np.int64)
     lengths = (characters > 0).astype(np.int64)
     # A shorter sentence has too few spaces to have too many words.
-    for place in np.flatnonzero(characters > 2 * settings.max_tokens).tolist():
+    fewest = np.inf if settings.model_type == "word" else 2 * settings.max_tokens
+    for place in np.flatnonzero(characters > fewest).tolist():
         lengths[place] = sentences[place].count(" ") + 1
     lengths[characters > max_characters(settings)] = settings.max_tokens + 1
     return lengths

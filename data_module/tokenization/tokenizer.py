@@ -1,9 +1,12 @@
-"""Joint byte-pair encoding of both languages (section 5.1), trained and applied with sentencepiece.
+"""Joint vocabulary of both languages (section 5.1), trained and applied with sentencepiece.
 
 Only white space is normalized (see `clean_lines`). `decode(encode(x))` equals `normalize_white_space(x)`, in
 lower case if the tokenizer lower-cases, and without unknown characters. With byte fallback, no character is unknown:
 one without a piece of its own becomes the pieces of its UTF-8 bytes. A user symbol is always one piece, also inside a
 word, and keeps its case.
+
+In a model of type `word`, a piece is what stands between two spaces, and so is a user symbol. Neighbouring words
+without a piece become one unknown piece.
 """
 
 import hashlib
@@ -28,7 +31,9 @@ TOKENIZER_NAME = "tokenizer.model"
 PAD_ID, UNK_ID, BOS_ID, EOS_ID = range(4)
 NUM_SPECIAL_IDS = 4
 MAX_PIECE_CHARACTERS = 16
-"""Maximum length of a learned piece; a user symbol may be longer."""
+"""Maximum length of a learned piece; a user symbol may be longer, and so may a piece of type `word`."""
+LONGEST_TOKEN = 4192
+"""Bytes of the longest word from which sentencepiece learns."""
 NUM_BYTES = 256
 """Number of pieces that byte fallback adds."""
 SPECIAL_NAMES = ("<pad>", "<unk>", "<s>", "</s>")
@@ -96,6 +101,11 @@ def normal_form(text: str) -> Literal["NFC", "NFD"] | None:
         return "NFD"
     apart = unicodedata.normalize("NFD", characters)
     return "NFC" if _MARK.search(apart) and len(unicodedata.normalize("NFC", apart)) < len(apart) else None
+
+
+def symbol_places(text: str, model_type: str) -> str | set[str]:
+    """Return what holds the user symbols that a tokenizer finds in a text: the text, or its words for type `word`."""
+    return set(text.replace("\n", " ").split(" ")) if model_type == "word" else text
 
 
 class Tokenizer:
@@ -255,15 +265,20 @@ class Tokenizer:
         return [text.removeprefix(SPACE_MARK).replace(SPACE_MARK, " ") for text in self.normalize(sentences)]
 
     @cached_property
+    def model_type(self) -> str:
+        """What a piece is; see `CorpusSettings.model_type`."""
+        spec = self.proto().trainer_spec
+        return str(spec.ModelType.Name(spec.model_type)).lower()
+
+    @property
     def is_bpe(self) -> bool:
         """Whether the model is a single byte-pair encoding, as BPE-dropout needs."""
-        spec = self.proto().trainer_spec
-        return not self.pair and bool(spec.model_type == spec.BPE)
+        return not self.pair and self.model_type == "bpe"
 
     @cached_property
     def splits_digits(self) -> bool:
         """Whether each of the digits 0 to 9 is a piece of its own."""
-        return bool(self.proto().trainer_spec.split_digits)
+        return self.model_type == "char" or bool(self.proto().trainer_spec.split_digits)
 
     @cached_property
     def normalization(self) -> str:
@@ -280,7 +295,10 @@ class Tokenizer:
             return [piece for piece in self._pieces if is_code(piece)]
         proto = self.proto()
         kind = proto.SentencePiece.USER_DEFINED
-        return [p.piece for p in proto.pieces if p.type == kind and p.piece != RESERVED_CHARACTER]
+        symbols = [p.piece for p in proto.pieces if p.type == kind and p.piece != RESERVED_CHARACTER]
+        if self.model_type == "word":  # A model of another program may have a symbol with and without the space.
+            symbols = list(dict.fromkeys(symbol.removeprefix(SPACE_MARK) for symbol in symbols))
+        return symbols
 
     @cached_property
     def _strange_ids(self) -> frozenset[int]:

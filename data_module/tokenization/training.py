@@ -1,4 +1,4 @@
-"""Training of tokenizers: counts of a text's words, byte-pair encoding, and models for other programs."""
+"""Training of tokenizers: counts of a text's words, the four types of models, and models for other programs."""
 
 import io
 import re
@@ -18,12 +18,14 @@ from data_module.tokenization.pair import proto_of
 from data_module.tokenization.tokenizer import (
     BOS_ID,
     EOS_ID,
+    LONGEST_TOKEN,
     MAX_PIECE_CHARACTERS,
     NUM_BYTES,
     NUM_SPECIAL_IDS,
     PAD_ID,
     RESERVED_CHARACTER,
     SPACE_LIKE,
+    SPACE_MARK,
     UNK_ID,
     Tokenizer,
     normalize_white_space,
@@ -37,12 +39,12 @@ MIN_CHARACTER_COUNT = 20
 _MAX_COUNTED_WORDS = 2_000_000
 _MEAN_CHARACTERS = 12
 _ABOVE_HASHES = 2**32
-_LONGEST_WORD = 1000
-"""Characters of a word that sentencepiece gets in one line: it leaves out lines of more than 4,192 bytes."""
+_LONGEST_PART = 1000
+"""Characters of a word in one line, where pieces are parts of words."""
 
 
 class WordCounts:
-    """The number of occurrences of each word of a text, from which byte-pair encoding is trained.
+    """The number of occurrences of each word of a text, from which a tokenizer is trained.
 
     Pieces never cross a space, so training on word counts gives the same pieces as training on the sentences, in a
     fraction of the memory and time.
@@ -120,12 +122,13 @@ def _num_characters(words: Iterable[str]) -> int:
 
 
 def train_on_words(words: WordCounts, settings: CorpusSettings) -> bytes:
-    """Train byte-pair encoding on the words and characters of a text. The result is deterministic.
+    """Train a tokenizer of type `corpus.model_type` on the words and characters of a text. The result is deterministic.
 
-    A character coverage below 1 leaves out the least frequent characters. With byte fallback, a piece for each byte
-    spells the characters that have no piece of their own. Even with a coverage of 1, these are all characters that
-    occur fewer than `MIN_CHARACTER_COUNT` times: their embeddings could not be learned, and the embeddings of bytes are
-    learned only if some text is spelled in bytes. User symbols are matched before anything else, the longest first.
+    The pieces of type `word` are the most frequent words. For the other types, a character coverage below 1 leaves out
+    the least frequent characters. With byte fallback, a piece for each byte spells the characters that have no piece of
+    their own. Even with a coverage of 1, these are all characters that occur fewer than `MIN_CHARACTER_COUNT` times:
+    their embeddings could not be learned, and the embeddings of bytes are learned only if some text is spelled in
+    bytes. User symbols are matched before anything else, the longest first.
 
     `corpus.vocabulary_size` includes special ids, user symbols, bytes and single characters. The result is the bytes of
     a sentencepiece model. The GIL is released.
@@ -145,11 +148,43 @@ def train_on_words(words: WordCounts, settings: CorpusSettings) -> bytes:
                     f"corpus.vocabulary_size: {size} is too small for the characters that make up"
                     f" {options['character_coverage']:.2%} of the text; raise it, or lower corpus.character_coverage"
                 ) from error
-            raise InputError(
-                f"corpus.vocabulary_size: {size} pieces are more than the training text allows;"
-                f" the largest that works is {largest}"
-            ) from error
+            raise _too_large(size, largest) from error
+    # The text alone decides which characters are pieces: sentencepiece returns a model of another size.
+    if (found := Tokenizer(model).vocabulary_size) > size:
+        raise InputError(f"corpus.vocabulary_size: {size} is too small for the text's characters; set {found}")
+    if found < size:
+        raise _too_large(size, found)
     return _without_rule_path(model) if settings.lowercase else model
+
+
+def _too_large(size: int, largest: int) -> InputError:
+    return InputError(
+        f"corpus.vocabulary_size: {size} pieces are more than the training text allows; the largest that works is"
+        f" {largest}"
+    )
+
+
+def _word_options(words: WordCounts, settings: CorpusSettings) -> PlainValues:
+    """Return the training options for pieces that are whole words.
+
+    Raises InputError if a word is longer than sentencepiece reads, or the vocabulary has no room for words.
+    """
+    # sentencepiece finds a word with its space only, and so a symbol as well.
+    symbols = [SPACE_MARK + symbol for symbol in settings.user_symbols]
+    if too_long := [word for word in words.counts if len(word.encode()) > LONGEST_TOKEN]:
+        raise InputError(
+            f"corpus.train: a token of {len(too_long[0]):,} characters, which begins with {too_long[0][:40]!r}, is"
+            f" longer than sentencepiece reads ({LONGEST_TOKEN:,} bytes); split it, or remove its line"
+        )
+    smallest = NUM_SPECIAL_IDS + len(symbols) + 1
+    if settings.vocabulary_size < smallest:
+        raise InputError(
+            f"corpus.vocabulary_size: {settings.vocabulary_size} leaves no room for tokens of the text; set at least"
+            f" {smallest}"
+        )
+    # With less coverage, sentencepiece would leave out words with rare characters.
+    options: PlainValues = {"vocab_size": settings.vocabulary_size, "model_type": "word", "character_coverage": 1.0}
+    return options | ({"user_defined_symbols": symbols} if symbols else {})
 
 
 def _options(words: WordCounts, settings: CorpusSettings) -> PlainValues:
@@ -158,9 +193,11 @@ def _options(words: WordCounts, settings: CorpusSettings) -> PlainValues:
     Raises InputError if the text has no words, or more characters than the vocabulary has room for.
     """
     user_symbols, byte_fallback = settings.user_symbols, settings.byte_fallback
-    known = words.characters()
-    if not known.replace(RESERVED_CHARACTER, ""):
+    known, is_word = words.characters(), settings.model_type == "word"
+    if not (any(map(_is_learned, words.counts)) if is_word else known.replace(RESERVED_CHARACTER, "")):
         raise InputError("corpus.train: the text has no words to train a tokenizer on")
+    if is_word:
+        return _word_options(words, settings)
     counts = words.character_counts(user_symbols) if byte_fallback else dict.fromkeys(known, MIN_CHARACTER_COUNT)
     if settings.lowercase:
         cased, counts = counts, Counter()
@@ -172,7 +209,13 @@ def _options(words: WordCounts, settings: CorpusSettings) -> PlainValues:
         symbols.append(RESERVED_CHARACTER)
     learnable = "".join(sorted(characters - {RESERVED_CHARACTER, *symbols}))
     size, coverage = settings.vocabulary_size, settings.character_coverage
-    options: PlainValues = {"vocab_size": size, "character_coverage": coverage}
+    options: PlainValues = {"character_coverage": coverage, "model_type": settings.model_type}
+    # For `char`, a smaller limit would leave out characters.
+    options["vocab_size"] = 2**31 - 1 if settings.model_type == "char" else size
+    # In text with few spaces, a lower coverage would leave out the space. The bytes of `bpe` stay as they were.
+    required = "" if settings.model_type == "bpe" else SPACE_MARK
+    if coverage >= 1:
+        required += learnable
     if symbols:
         options["user_defined_symbols"] = symbols
     if byte_fallback:
@@ -180,7 +223,6 @@ def _options(words: WordCounts, settings: CorpusSettings) -> PlainValues:
     if settings.split_digits:
         options["split_digits"] = True
     if coverage >= 1:
-        options["required_chars"] = learnable
         # sentencepiece adds the most frequent of the other characters until this much of the text is covered, and
         # accepts no less.
         options["character_coverage"] = 0.98 if byte_fallback else 1.0
@@ -193,25 +235,30 @@ def _options(words: WordCounts, settings: CorpusSettings) -> PlainValues:
                 f" {' and '.join([f'{len(characters)} distinct characters', *others])}; set at least {smallest}, or"
                 " lower corpus.character_coverage"
             )
-    return options
+    return options | ({"required_chars": required} if required else {})
+
+
+def _is_learned(word: str) -> bool:
+    """Return whether sentencepiece reads a word, which it does not if the word has the character that it reserves."""
+    return bool(word) and RESERVED_CHARACTER not in word
 
 
 def _train(words: WordCounts, options: PlainValues) -> bytes:
     import sentencepiece  # as in `Tokenizer`
 
+    longest = LONGEST_TOKEN if options["model_type"] == "word" else _LONGEST_PART
     # sentencepiece sorts the words, so their order does not matter.
     lines = (
-        f"{word[start : start + _LONGEST_WORD]}\t{count}"
+        f"{word[start : start + longest]}\t{count}"
         for word, count in words.counts.items()
-        if count and RESERVED_CHARACTER not in word
-        for start in range(0, len(word), _LONGEST_WORD)
+        if count and _is_learned(word)
+        for start in range(0, len(word), longest)
     )
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=lines,
         model_writer=model,
         input_format="tsv",
-        model_type="bpe",
         pad_id=PAD_ID,
         unk_id=UNK_ID,
         bos_id=BOS_ID,

@@ -42,6 +42,7 @@ def make_card(
         "source_language": corpus["source_language"],
         "target_language": corpus["target_language"],
         "prefixes": list(Prefixes.of_corpus(corpus).trained),
+        "model_type": tokenizer.model_type,
         "vocabulary_size": tokenizer.vocabulary_size,
         "tokenizer_sha256": tokenizer.sha256,
         "pad_id": tokenizer.pad_id,
@@ -118,7 +119,8 @@ def readme(names: list[str], card: PlainValues, example: list[int], two_models: 
         "num_positions": card["max_source_tokens"] or LONGEST + card["max_extra_tokens"],
     }
     blocks = {"page", *names, *(f"{name} program" for name in names)}
-    wanted = {"prefixes": values["prefixes"], "two models": two_models}
+    # Of two models, the type is that of `source.spm`; a card of an earlier version has none.
+    wanted = {"prefixes": values["prefixes"], "two models": two_models, f"{card.get('model_type')} pieces": True}
     return _page("readme.md", blocks.union(name for name, is_wanted in wanted.items() if is_wanted), values)
 
 

@@ -131,13 +131,13 @@ def align_words(
         sources: ids, each with the end symbol, like `targets`.
         texts: sources and targets as they are written. Only spaces (U+0020) end their words.
     """
-    pieces, results = tokenizer.pieces(), [Alignment() for _ in sources]
+    results = [Alignment() for _ in sources]
     for batch, source, mask, target in _batches(tokenizer, sources, targets, device):
         maps = attention_maps(network, source, target[:, :-1], mask)["cross"]
         weights = torch.stack(maps[len(maps) // 2 :]).mean((0, 2)).cpu()
         for index, attention in zip(batch, weights, strict=True):
-            rows = _words([pieces[token] for token in targets[index][:-1]], texts[1][index], tokenizer.target)
-            columns = _words([pieces[token] for token in sources[index][:-1]], texts[0][index], tokenizer)
+            rows = _words(len(targets[index]) - 1, texts[1][index], tokenizer.target)
+            columns = _words(len(sources[index]) - 1, texts[0][index], tokenizer)
             end = columns[-1] + 1 if columns else 0
             by_piece = attention.new_zeros(len(rows), end + 1)
             by_piece.index_add_(1, torch.tensor([*columns, end]), attention[: len(rows), : len(columns) + 1])
@@ -148,15 +148,19 @@ def align_words(
     return results
 
 
-def _words(pieces: Sequence[str], text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the number of the word of `text` that each piece belongs to."""
+def _words(count: int, text: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the number of the word of `text` that each of its first `count` pieces belongs to.
+
+    Neighbouring unknown words may be one piece, which belongs to the first of them.
+    """
     # A tokenizer also reads a tab, for instance, as a space: a word of the text may be several of its words, or none.
     spelled = tokenizer.normalize([normalize_white_space(word) for word in text.split(" ") if word])
     numbers = [number for number, word in enumerate(spelled) for part in word.split(SPACE_MARK) if part]
     words, place = [], -1
-    for piece in pieces:
+    for piece in tokenizer.spell(text)[:count]:
         place += piece.startswith(SPACE_MARK) or place < 0
         words.append(numbers[place])
+        place += piece.count(SPACE_MARK, 1)
     return words
 
 

@@ -45,7 +45,7 @@ class SentenceWarnings:
         """`longest` is the number of tokens that the network reads of a sentence, `name` the file or model."""
         messages = (
             f"longer than the {longest} tokens that the network reads; cut",
-            "characters that the model has never seen, and cannot read",
+            "characters or words that the model has never seen, and cannot read",
             "pieces that no training sentence has on this side; write text as the training text is written",
             f"without one of the prefixes that the model was trained with ({' '.join(prefixes.trained)})",
             f"U+2581 ({SPACE_MARK}), by which sentencepiece marks spaces, was read as a space",

@@ -13,7 +13,7 @@ import numpy as np
 from data_module.errors import InputError
 from data_module.system.outputs import output_file
 from data_module.system.text_files import progress_bar
-from data_module.tokenization.tokenizer import is_blank
+from data_module.tokenization.tokenizer import SPACE_MARK, is_blank, symbol_places
 from pipeline.inference.file_options import check_files
 from pipeline.inference.loading import load_translator, require_direction
 from pipeline.inference.options import with_prefix
@@ -51,7 +51,7 @@ def score_text(arguments: argparse.Namespace, pairs: Iterator[Pair], total: int 
             return
         costs, strange = array("d"), unknown_symbols(models)
         for one in scored:
-            costs.append(_cost(one, strange))
+            costs.append(_cost(one, strange, models[0].tokenizer.model_type))
             columns = _numbers(one)
             if arguments.pieces:
                 pieces, scores = zip(*one.pieces, strict=True) if one.pieces else ((), ())
@@ -117,15 +117,17 @@ def unknown_symbols(models: list[Translator]) -> list[set[str]]:
     for side, symbols in enumerate(found):
         for is_reverse, model in enumerate(models):
             pieces = model.tokenizer.pieces()
-            unseen = {pieces[number] for number in model.tokenizer.never_seen(bool(side) != bool(is_reverse))}
+            never_seen = model.tokenizer.never_seen(bool(side) != bool(is_reverse))
+            unseen = {pieces[number].removeprefix(SPACE_MARK) for number in never_seen}
             symbols |= unseen & set(model.tokenizer.user_symbols)
     return found
 
 
-def _cost(scored: ScoredPair, strange: list[set[str]]) -> float:
+def _cost(scored: ScoredPair, strange: list[set[str]], model_type: str) -> float:
     """Return the cost of a pair: the dual cross-entropy, or that of one direction; infinity if it is unusable."""
     for text, symbols in zip((scored.pair.source, scored.pair.target), strange, strict=True):
-        if is_blank(text) or any(symbol in text for symbol in symbols):
+        places = symbol_places(text, model_type)
+        if is_blank(text) or any(symbol in places for symbol in symbols):
             return math.inf
     if scored.reverse:
         return dual_cross_entropy(scored.forward, scored.reverse)

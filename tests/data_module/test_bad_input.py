@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from data_module.corpus.checks import check_text
+from data_module.corpus.checks import check_settings, check_text
 from data_module.corpus.manifest import Manifest
 from data_module.corpus.store import TokenStoreWriter, open_corpus
 from data_module.errors import InputError
@@ -196,6 +196,31 @@ def test_bytes_that_neither_end_a_line_nor_are_text(place: Workplace) -> None:
 )
 def test_settings_out_of_range(place: Workplace, key: str, value: object, message: str) -> None:
     place.fails(f"corpus.{key}: ", message, **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "others"),
+    [
+        ("bpe_dropout", BpeDropout(0.1), ("unigram", "word", "char")),
+        ("byte_fallback", True, ("word",)),
+        ("split_digits", True, ("word",)),
+        ("character_coverage", 0.99, ("word",)),
+    ],
+)
+def test_settings_that_a_type_of_vocabulary_does_not_have(
+    place: Workplace, key: str, value: object, others: tuple[str, ...]
+) -> None:
+    for kind in ("bpe", "unigram", "word", "char"):
+        changed = replace(place.settings, model_type=kind, **{key: value})
+        if kind in others:
+            place.fails(
+                f"corpus.{key}: is not for corpus.model_type {kind}; remove it", model_type=kind, **{key: value}
+            )
+        else:
+            check_settings(changed)
+    place.fails("'<B>' has capitals, which corpus.lo", model_type="word", lowercase=True, user_symbols=["<B>"])
+    check_settings(replace(place.settings, model_type="word", lowercase=True, user_symbols=["<b>"]))
+    check_settings(replace(place.settings, model_type="char", lowercase=True, user_symbols=["<B>"]))
 
 
 def test_validation_text_of_which_no_pair_is_left(place: Workplace) -> None:

@@ -136,6 +136,35 @@ def test_lower_case_letter_by_letter(tmp_path: Path, source: str, target: str, n
     assert len(found) == bool(named)
 
 
+def test_words_as_pieces(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No length in characters counts, symbols and prefixes are whole words, and unknown words are counted."""
+    lines = ["<a> <b>", "x<t> a", *["a"] * 5, "b b zz yy b zz", " ".join(["w" * 60] * 9), " ".join(["a"] * 21)]
+    text = replace(text_of(tmp_path, "train", lines, ["a"] * len(lines)), prefix="b>")
+    settings = replace(settings_of(tmp_path, [text], replace(text, prefix=None)), vocabulary_size=10, max_tokens=20)
+    settings = replace(settings, model_type="word", user_symbols=["b>", "<t>"])
+    manifest = prepare(settings, progress=False)
+    assert manifest["train"]["pairs_dropped"]["too_long"] == {"pairs": 1, "first_lines": [f"{text.source}:10"]}
+    assert "corpus.user_symbols: the training text has no '<t>'" in caplog.text
+    pieces = Tokenizer.load(tmp_path / "corpus" / "tokenizer.model").pieces()
+    assert pieces[4:] == ["▁b>", "▁<t>", "▁a", "▁" + "w" * 60, "▁b", "▁zz"]
+    # Of lines 1 and 2 three words, and one of line 8.
+    counted = (
+        "corpus.vocabulary_size 10: 4 tokens of the training text have no piece and are unknown to the model; the "
+    )
+    assert f"{counted}first is '<a>' ({text.source}:1)" in caplog.text
+    assert "training text's pieces are unknown" not in caplog.text
+    (tmp_path / "train.source").write_text("a b>\n" * len(lines))
+    with pytest.raises(InputError, match=r"train\.source:1: the pair holds the prefix 'b>' of its source already"):
+        check_text(settings)
+
+
+def test_characters_as_pieces_are_told_no_size(tmp_path: Path) -> None:
+    """The text has one size only."""
+    [few] = sizes(tmp_path, 50, 80, model_type="char")
+    assert few.startswith("corpus.train: 50 pairs are few")
+    assert sizes(tmp_path, 50, 7, model_type="char") == []
+
+
 def test_a_run_that_takes_a_tokenizer_over_may_have_little_text(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

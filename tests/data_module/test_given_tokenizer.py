@@ -84,6 +84,21 @@ def test_models_of_other_programs(tiny_corpus: Path, tmp_path: Path, options: di
     with pytest.raises(InputError, match=r"^corpus\.bpe_dropout: .*other\.model is no byte-pair encoding"):
         made(replace(settings, bpe_dropout=BpeDropout(0.1)))
     made(settings)
+    with pytest.raises(
+        InputError, match=r"^corpus\.model_type: .*other\.model is of type unigram; set it to unigram, or n"
+    ):
+        made(replace(settings, model_type="char"), force=True)
+    made(replace(settings, model_type="unigram"), force=True)
+    own_symbols = {"user_defined_symbols": ["\u2581<i>", "<b>"]}
+    model.write_bytes(model_of(**IDENTITY, **IDS, **own_symbols, model_type="word", hard_vocab_limit=False))
+    given = Tokenizer.load(model)
+    assert given.user_symbols == ["<i>", "<b>"]
+    words = replace(settings, vocabulary_size=given.vocabulary_size, user_symbols=["<i>", "<b>"])
+    with pytest.raises(
+        InputError, match=r"^corpus\.model_type: .*other\.model is of type word; set it to word, or name "
+    ):
+        made(words, force=True)
+    made(replace(words, model_type="word"), force=True)
 
 
 def test_a_run_to_start_from_has_the_tokenizer_that_is_named(tiny_corpus: Path, tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import regex
+import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
 from data_module.errors import InputError
 from data_module.tokenization.encoders import WordEncoder
 from data_module.tokenization.tokenizer import NUM_SPECIAL_IDS, Tokenizer, clean_lines, is_blank, normalize_white_space
+from data_module.tokenization.training import standalone_model
 from tests.conftest import INVISIBLE, train_tokenizer
 
 SENTENCES = [
@@ -74,7 +76,8 @@ def test_bytes_that_are_no_tokenizer(model: bytes, tmp_path: Path) -> None:
 def test_word_encoder_equals_the_tokenizer(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     sentences = [*SENTENCES, "", "unknown 漢字 漢 字", "▅ a▅b", "one \u200b \xa0 two", *reversed(SENTENCES)]
     sentences += [normalize_white_space(f"{line} <b>{EMOJI}</b>{line}__NAME__😀") for line in SENTENCES]
-    for one, remembered in ((tokenizer, 1_000_000), (tokenizer, 3), (_with_symbols(byte_fallback=True), 1_000_000)):
+    others = [_with_symbols(byte_fallback=True), *(make_type(kind) for kind in TYPES)]
+    for one, remembered in ((tokenizer, 1_000_000), (tokenizer, 3), *((other, 1_000_000) for other in others)):
         monkeypatch.setattr("data_module.tokenization.encoders._MAX_CACHED_WORDS", remembered)
         encoder = WordEncoder(one, np.dtype(np.uint16))
         for start in range(0, len(sentences), 7):
@@ -132,6 +135,93 @@ def test_text_in_another_normal_form_than_the_vocabulary() -> None:
             ):
                 [ids] = tokenizer.encode([text])
                 assert tokenizer.knows_other_form(text, ids.tolist()) is expected, text
+
+
+TOKENS = ["<tag> [C@@H] Cl aː q͡χ 12", "Cl aː <tag> x<tag>y", "Cl [C@@H]1 Br"]
+TYPES = {
+    "word": {"vocabulary_size": 13, "user_symbols": ["<tag>"]},
+    "char": {"vocabulary_size": 29, "user_symbols": ["<tag>", "Cl", "Br"]},
+    "unigram": {"vocabulary_size": 27, "user_symbols": ["<tag>"]},
+}
+"""Settings of a tokenizer of each other type, for which TOKENS are enough text."""
+
+
+def make_type(kind: str, text: list[str] = TOKENS, **options: object) -> Tokenizer:
+    return train_tokenizer(text, model_type=kind, **TYPES[kind] | options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "pieces"),
+    [
+        ("word", ["▁<tag>", "▁[C@@H]", "▁Cl", "▁Cl", "▁zz▁<tag>Cl▁Br2", "▁aː"]),
+        ("char", [*"▁", "<tag>", *"▁[C@@H]▁", "Cl", *"▁", "Cl", *"▁", "zz", *"▁", "<tag>", "Cl", *"▁", "Br", *"2▁aː"]),
+    ],
+)
+def test_pieces_of_one_line(kind: str, pieces: list[str]) -> None:
+    """Words mix scripts, and unknown neighbours are one; characters are single but for symbols."""
+    tokenizer, line = make_type(kind), "<tag> [C@@H]  Cl Cl zz <tag>Cl Br2 aː"
+    assert tokenizer.spell(line) == pieces
+    [ids] = tokenizer.encode([line])
+    assert [piece for piece, one in zip(pieces, ids, strict=True) if one == tokenizer.unk_id] == [
+        piece for piece in pieces if "zz" in piece
+    ]
+    unknown = " zz <tag>Cl Br2" if kind == "word" else "zz"
+    assert tokenizer.decode([ids]) == [line.replace("  ", " ").replace(unknown, "")]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_each_type_of_model_keeps_text_and_symbols(kind: str) -> None:
+    for tokenizer in (make_type(kind), pickle.loads(pickle.dumps(make_type(kind)))):  # noqa: S301
+        assert (tokenizer.model_type, tokenizer.user_symbols) == (kind, TYPES[kind]["user_symbols"])
+        assert (tokenizer.is_bpe, tokenizer.splits_digits) == (False, kind == "char")
+    assert tokenizer.decode(tokenizer.encode(TOKENS)) == TOKENS
+    assert tokenizer.model == make_type(kind, TOKENS[::-1]).model
+    exported = sentencepiece.SentencePieceProcessor(model_proto=standalone_model(tokenizer))
+    lines = [*TOKENS, "zz yy\tCl\u2028<tag>▁aː", ""]
+    assert exported.encode(lines) == [ids.tolist() for ids in tokenizer.encode(lines)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("word", {"vocabulary_size": 14}, "14 pieces are more than the training text allows; .* that works is 13"),
+        ("word", {"vocabulary_size": 5}, "5 leaves no room for tokens of the text; set at least 6"),
+        ("char", {"vocabulary_size": 30}, "30 pieces are more than the training text allows; .* that works is 29"),
+        ("char", {"vocabulary_size": 28}, "28 is too small for the text's 21 .* 3 user symbols; set at least 29"),
+        ("char", {"vocabulary_size": 7, "character_coverage": 0.98}, "7 is too small for the text's characters; set 2"),
+        ("unigram", {"vocabulary_size": 99}, "99 pieces are more than the training text allows; the largest that"),
+    ],
+)
+def test_the_size_of_a_vocabulary_by_type(kind: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=rf"^corpus\.vocabulary_size: {message}"):
+        make_type(kind, **options)
+    assert make_type("word", vocabulary_size=6).pieces()[4:] == ["▁<tag>", "▁Cl"]
+
+
+def test_words_in_lower_case() -> None:
+    lower = make_type("word", vocabulary_size=10, lowercase=True)
+    assert lower.decode(lower.encode(["<TAG> [C@@h] CL <tag>"])) == ["<tag> [c@@h] cl <tag>"]
+
+
+def test_characters_of_long_words_leave_the_space_a_piece() -> None:
+    text = ["ab" * 300] * 300 + ["ab é"]
+    tokenizer = train_tokenizer(text, 7, model_type="char", character_coverage=0.98)
+    assert tokenizer.decode(tokenizer.encode(["ab ba é"])) == ["ab ba "]
+
+
+def test_a_word_as_long_as_sentencepiece_reads() -> None:
+    longest = "é" * 2096
+    assert make_type("word", [*TOKENS, longest], vocabulary_size=14).encode([longest])[0] > 3
+    with pytest.raises(
+        InputError, match=r"^corpus\.train: a token of 2,097 characters, which begins with 'éé.*4,192 by"
+    ):
+        make_type("word", [*TOKENS, longest + "é"])
+    with pytest.raises(InputError, match="no words to train"):
+        make_type("word", ["a▅ ▅"])
+    for kind in ("char", "unigram"):  # whose pieces are parts of it
+        text = [*TOKENS, "C" * 9000]
+        tokenizer = make_type(kind, text)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 EMOJI = "a 👩🏽‍💻 flag 🇩🇪, Ꮳꮃꭹ ጤና 𝕏 \u0301 ▅"

@@ -1,6 +1,7 @@
-"""Bytes and user symbols survive translation with a checkpoint and with every format of a bundle."""
+"""Bytes, user symbols and tokens of each type survive translation with a checkpoint and every format of a bundle."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,15 +28,26 @@ SENTENCES = [
 SYMBOLS = ["<b>", "</b>", "<i>", "</i>", "__NAME__", "<2de>", 'a,"b']
 
 
-@pytest.fixture(scope="module")
-def model() -> TrainedModel:
-    """A network that has learned by heart to repeat the sentences."""
-    text = ["A sentence.", "Anna likes and pre post"] * 30
-    tokenizer = train_tokenizer(text, 300, byte_fallback=True, user_symbols=SYMBOLS)
+TOKENS = ["A sentence.", "<2de> [C@@H] Cl aː q͡χ __NAME__", "q͡χ Cl 12 Cl", "[C@@H] </i> __NAME__"]
+TYPES: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "bpe": (SENTENCES, {"vocabulary_size": 300, "byte_fallback": True}),
+    "word": (TOKENS, {"vocabulary_size": 18}),
+    "char": (TOKENS, {"vocabulary_size": 41}),
+    "unigram": (TOKENS, {"vocabulary_size": 40}),
+}
+"""Sentences of each type of vocabulary, and settings."""
+
+
+@pytest.fixture(scope="module", params=TYPES)
+def model(request: pytest.FixtureRequest) -> TrainedModel:
+    """A network that has learned by heart to repeat the sentences, but whose unknown piece is about as probable."""
+    sentences, options = TYPES[request.param]
+    text = ["A sentence.", "Anna likes and pre post"] * 30 if request.param == "bpe" else TOKENS
+    tokenizer = train_tokenizer(text, user_symbols=SYMBOLS, model_type=request.param, **options)
     torch.manual_seed(1)
-    settings = NetworkSettings(num_layers=1, d_model=64, d_ff=128, num_heads=2, dropout=0.0)
+    settings = NetworkSettings(num_layers=1, d_model=64, d_ff=128, num_heads=2, dropout=0.0, output_bias=True)
     network = Transformer(tokenizer.vocabulary_size, settings)
-    rows = [[*ids.tolist(), tokenizer.eos_id] for ids in tokenizer.encode(SENTENCES)]
+    rows = [[*ids.tolist(), tokenizer.eos_id] for ids in tokenizer.encode(sentences)]
     source, mask = padded(rows, tokenizer.pad_id)
     target = functional.pad(source, [1, 0], value=tokenizer.bos_id)
     optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
@@ -46,20 +58,23 @@ def model() -> TrainedModel:
         loss.backward()
         optimizer.step()
     assert loss < 0.01
+    missing = logits.amax(-1) - logits[:, :, tokenizer.unk_id]
+    network.projection.bias.data[tokenizer.unk_id] += missing[mask].mean().item()
     corpus = {"folder": "nowhere", "source_language": "xx", "target_language": "yy", "train": []}
-    recipe = {"name": "symbols", "corpus": {**corpus, "user_symbols": SYMBOLS}}
+    recipe = {"name": request.param, "corpus": {**corpus, "user_symbols": SYMBOLS}}
     return TrainedModel(network.eval(), tokenizer, DecodingSettings(), recipe, Path("symbols.ckpt"), 200)
 
 
 def test_translations_hold_each_symbol_and_character_once(model: TrainedModel) -> None:
-    translator = Translator(model.network, model.tokenizer, model.decoding)
-    assert [translation.text for translation in translator.translate(SENTENCES)] == SENTENCES
+    translator, [sentences, _] = Translator(model.network, model.tokenizer, model.decoding), TYPES[model.recipe["name"]]
+    assert [translation.text for translation in translator.translate(sentences)] == sentences
 
 
 @pytest.mark.slow
 def test_every_format_of_a_bundle_repeats_symbols_and_bytes(model: TrainedModel, tmp_path: Path) -> None:
     """By the programs of the bundle's README, which use sentencepiece and none of this project."""
     names = bundle_files(model, [name for name in FILES if name != "cpp"], None)
-    write_bundle(model, tmp_path, names, Text("symbols", SENTENCES, SENTENCES), [])
+    sentences, _ = TYPES[model.recipe["name"]]
+    write_bundle(model, tmp_path, names, Text("symbols", sentences, sentences), [])
     for name in PROGRAMS[:-1]:  # but that of `cpp`, which has to be compiled first
-        assert outputs(python_program(tmp_path, name), SENTENCES, tmp_path) == SENTENCES, name
+        assert outputs(python_program(tmp_path, name), sentences, tmp_path) == sentences, name

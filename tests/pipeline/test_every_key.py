@@ -367,7 +367,8 @@ def test_every_key_is_in_a_table_with_another_value_than_its_default(built: Buil
     for section in fields(Recipe):
         if is_dataclass(section.type):
             for one in fields(section.type):
-                if (key := f"{section.name}.{one.name}") != "corpus.tokenizer":  # It leaves other keys without effect.
+                # These two leave other keys without effect.
+                if (key := f"{section.name}.{one.name}") not in ("corpus.tokenizer", "corpus.model_type"):
                     assert getattr(getattr(built.recipe, section.name), one.name) != default_of(one), one.name
                     found.append(key)
         elif section.name != "trainer":
@@ -395,13 +396,15 @@ def test_every_key_of_the_corpus_has_an_effect_on_it(built: Built) -> None:
     with pytest.raises(InputError, match="own:2: invalid UTF-8"):
         prepare(replace(settings, drop_invalid_utf8=False, folder="other-drop_invalid_utf8"), progress=False)
     for one in fields(settings):
-        if one.name in ("drop_invalid_utf8", "tokenizer") or KEYS[f"corpus.{one.name}"][1] is not None:
+        if one.name in ("drop_invalid_utf8", "tokenizer", "model_type") or KEYS[f"corpus.{one.name}"][1] is not None:
             continue
         default = default_of(one)
         changed = getattr(settings, one.name)[:-1] if default is MISSING else default
         other = prepare(replace(settings, **{one.name: changed, "folder": f"other-{one.name}"}), progress=False)
         parts = ("tokenizer", "train", "validation")
         assert [other[part] for part in parts] != [built.manifest[part] for part in parts], one.name
+    with pytest.raises(InputError, match=r"^corpus\.bpe_dropout: is not for corpus\.model_type unigram"):
+        prepare(replace(settings, model_type="unigram", folder="other-model_type"), progress=False)
     # Other sentences would make another one.
     given = replace(settings, tokenizer="corpus/tokenizer.model", tokenizer_sentences=10_000, folder="other-tokenizer")
     assert prepare(given, progress=False)["tokenizer"] == built.manifest["tokenizer"]

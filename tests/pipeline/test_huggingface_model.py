@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,10 +69,17 @@ def test_logits_and_greedy_answers_are_the_same(tokenizer: Tokenizer, tmp_path: 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"lowercase": True}, {"byte_fallback": True, "vocabulary_size": 340}],
-    ids=["plain", "lower case", "bytes"],
+    [
+        {},
+        {"lowercase": True},
+        {"byte_fallback": True, "vocabulary_size": 340},
+        {"model_type": "word", "vocabulary_size": 15},
+        {"model_type": "char", "vocabulary_size": 31},
+        {"model_type": "unigram", "vocabulary_size": 40},
+    ],
+    ids=["plain", "lower case", "bytes", "words", "characters", "unigram"],
 )
-def test_the_tokenizer_is_the_same(tmp_path: Path, options: dict[str, int]) -> None:
+def test_the_tokenizer_is_the_same(tmp_path: Path, options: dict[str, Any]) -> None:
     size = options.pop("vocabulary_size", 90)
     lines = [*sentences(300, 1), "x é É ☃ no-break\u00a0space"]
     tokenizer = train_tokenizer(lines, size, user_symbols=["<2de>"], **options)

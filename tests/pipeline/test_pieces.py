@@ -22,7 +22,7 @@ SYMBOLS = ["<N>", "<ACC>", "<PSS1S>", "<PSS1P>"]
 LINES = ["<N><ACC> k u t a", "", "<N><PSS1P> k u t a", "<N><PSS1> k u t a", "<N><ACC> kuta", "<N><ACC> ж k", "<N> w"]
 """Fine; empty; a listed symbol and a spelled-out one; letters that stand together; unknown; a letter of targets."""
 UNSEEN = "pieces that no training sentence has on this side; write text as the training text is written; the first is"
-UNKNOWN = "characters that the model has never seen, and cannot read; the first is"
+UNKNOWN = "characters or words that the model has never seen, and cannot read; the first is"
 
 
 def write_pairs(path: Path, count: int) -> None:

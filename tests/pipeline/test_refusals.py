@@ -205,6 +205,18 @@ MISTAKES: dict[str, tuple[Callable[[Place], None], str]] = {
     "capitals": (tokenized(corpus__lowercase=True), "corpus.lowercase: … does not lower-case; set it to false, or na"),
     "no bytes": (tokenized(corpus__byte_fallback=True), "corpus.byte_fallback: … has no byte pieces; leave it out, o"),
     "numbers": (tokenized(corpus__split_digits=True), "corpus.split_digits: … has pieces of several digits; leave it"),
+    "whole words": (
+        tokenized(corpus__model_type="word"),
+        "corpus.model_type: … is of type bpe; set it to bpe, or name",
+    ),
+    "words and bytes": (
+        settings(corpus__model_type="word", corpus__byte_fallback=True),
+        "corpus.byte_fallback: is not for corpus.model_type word; remove it, or choose another model_type",
+    ),
+    "more words": (
+        settings(corpus__model_type="word", corpus__vocabulary_size=60),
+        "60 pieces are more than the training text allows; the largest that works is 22",
+    ),
     "no rate": (settings(training__schedule="linear"), "training.schedule linear needs training.peak_learning_rate"),
     "another corpus": (prepared(corpus__lowercase=True), "inputs or settings: corpus.lowercase was false, now true"),
     "no corpus": (photos("corpus__folder"), "is not a corpus; name another corpus.folder"),

@@ -1,5 +1,6 @@
 """`score`: log-probabilities by teacher forcing, dual cross-entropy, sorted n-best lists and word alignments."""
 
+import math
 import os
 import random
 from pathlib import Path
@@ -25,13 +26,14 @@ from pipeline.inference.options import Prefixes
 from pipeline.inference.pieces import encode_sources
 from pipeline.inference.scoring import Scorer, align_words
 from pipeline.inference.text_io import Pair, SentenceWarnings
-from pipeline.inference.translator import EMPTY, Translator
+from pipeline.inference.text_scoring import ScoredPair
+from pipeline.inference.translator import EMPTY, Hypothesis, Translator
 from tests.conftest import refusal, run_here, sentences, train_tokenizer
 from tests.model.search_truth import forced_log_probability, make_network, tolerance
 
 SOURCES = [*sentences(12, seed=5), "", "the dog", "\xa0 \u200b", "a ☃"]
 TARGETS = [*sentences(12, seed=6), "the cat", "\ufeff", "\u3000", "the dog"]
-UNKNOWN = "characters that the model has never seen, and cannot read; the first is"
+UNKNOWN = "characters or words that the model has never seen, and cannot read; the first is"
 MARK = "U+2581 (▁), by which sentencepiece marks spaces, was read as a space"
 ROUNDED = 0.5e-4
 """Numbers are printed with four decimals."""
@@ -202,11 +204,9 @@ def test_a_list_is_sorted_again(trained_run: Path, reverse: Path, tmp_path: Path
 def test_alignments_follow_the_attention(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of the upper layers, summed over the pieces of words; the end symbol aligns with nothing."""
     sources, targets = (encode_sources(tokenizer, [text], None)[0] for text in ("abc cab f", "f abc g"))
-    pieces = tokenizer.pieces()
     texts = ["abc cab f"], ["f abc g"]
     columns, rows = (
-        scoring._words([pieces[token] for token in ids[0][:-1]], text, tokenizer)
-        for ids, [text] in zip((sources, targets), texts, strict=True)
+        scoring._words(len(ids[0]) - 1, text, tokenizer) for ids, [text] in zip((sources, targets), texts, strict=True)
     )
     assert (set(columns), set(rows)) == ({0, 1, 2}, {0, 1, 2})
     upper, lower = torch.zeros(len(rows) + 1, len(columns) + 1), torch.zeros(len(rows) + 1, len(columns) + 1)
@@ -236,14 +236,18 @@ def test_only_spaces_end_the_words_of_an_alignment(tokenizer: Tokenizer) -> None
         ids = [encode_sources(tokenizer, [side], None)[0] for side in (source, target)]
         for row, text, side in zip(ids, (source, target), plain, strict=True):
             assert row == encode_sources(tokenizer, [side], None)[0]
-            words = scoring._words([tokenizer.pieces()[token] for token in row[0][:-1]], text, tokenizer)
+            words = scoring._words(len(row[0]) - 1, text, tokenizer)
             assert list(dict.fromkeys(words)) == list(dict.fromkeys(number))
         [found] = align_words(network, tokenizer, *ids, ([source], [target]))
         assert found
         assert {i for i, _ in found} | {j for _, j in found} <= set(number)
     # White space that is text to the tokenizer is no end either.
     spaced = encode_sources(tokenizer, ["abc\xa0cab ab"], None)[0][0][:-1]
-    assert max(scoring._words([tokenizer.pieces()[token] for token in spaced], "abc\xa0cab ab", tokenizer)) == 1
+    assert max(scoring._words(len(spaced), "abc\xa0cab ab", tokenizer)) == 1
+    # Neighbouring unknown words are one piece, which is their first one's.
+    words = train_tokenizer(["a b"], 6, model_type="word")
+    assert scoring._words(9, " zz a yy xx b zz", words) == [0, 1, 2, 4, 5]
+    assert scoring._words(4, " zz a yy xx b zz", words) == [0, 1, 2, 4]
 
 
 def test_alignments_do_not_depend_on_padding(tokenizer: Tokenizer) -> None:
@@ -372,6 +376,11 @@ def test_a_symbol_that_training_never_had_spoils_a_pair() -> None:
     ]
     unknown = SimpleNamespace(tokenizer=learned)  # one of 1.0.0
     assert text_scoring.unknown_symbols([unknown, unknown]) == [set(), set()]  # type: ignore[list-item]
+    learned = train_tokenizer(["ab ba"], 7, user_symbols=["<x>"], model_type="word")
+    assert text_scoring.unknown_symbols([model(source_lacks="▁<x>", target_lacks="")]) == [{"<x>"}, set()]
+    scored = ScoredPair(Pair(1, "ab a<x>", "ba"), Hypothesis("ba", -1.0, -1.0, 2), None, [], [])
+    costs = [text_scoring._cost(scored, [{"<x>"}, set()], kind) for kind in ("bpe", "word")]
+    assert costs == [math.inf, 0.5]
 
 
 def test_another_vocabulary_matters_only_where_tokens_are_compared(trained: TrainedModel, tokenizer: Tokenizer) -> None:

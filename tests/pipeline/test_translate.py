@@ -66,7 +66,7 @@ def test_warnings_have_line_numbers(answer: CompletedProcess) -> None:
         ("invalid UTF-8", "lone surrogate"), ("long", "one long word"),
         ("control characters", "invalid UTF-8", "lone surrogate"),
     ))  # fmt: skip
-    never = "characters that the model has never seen, and cannot read; the first is '\\x01\\x02\\x07\\x1b[31'"
+    never = "characters or words that the model has never seen, and cannot read; the first is '\\x01\\x02\\x07\\x1b[31'"
     unseen = "pieces that no training sentence has on this side; write text as the training text is written"
     chosen, *warnings = answer.stderr.decode().splitlines()
     assert "best.ckpt" in chosen
