@@ -56,7 +56,7 @@ def assert_equal(left: Path, right: Path, step: int = 12, tolerance: float = 0.0
 
 BACKEND = "backend: precision 32-true, attention plain, compilation none, "
 OWN = [".*/corpus is up to date$", BACKEND, r"checkpoints: at most \d+ files of ", "memory: at most "]
-OWN += ["training: (from )?step ", r"step \d+: validation BLEU ", "the run is in "]
+OWN += ["training: (from )?step ", r"step \d+: validation BLEU ", "the run is in ", "(validating: .*)?$"]
 """What begins a line that is the pipeline's own, not one of its libraries'."""
 
 

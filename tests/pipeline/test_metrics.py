@@ -22,6 +22,7 @@ from pipeline.metrics.metrics import (
     corpus_score,
     mean_score,
     mode_of,
+    n_best_scores,
     of_one_reference,
     paper_score,
     reference_warnings,
@@ -263,6 +264,29 @@ class Lines:
 
     def score(self, statistics: Sequence[float]) -> float:
         return 100.0 * statistics[0] / max(statistics[1], 1)
+
+
+class Errors:
+    """Share of wrong lines, from 0 to 1; none is right if the reference is a question mark."""
+
+    higher_is_better = False
+
+    def signature(self) -> str:
+        return "nrefs:1"
+
+    def statistics(self, hypothesis: str, reference: str) -> list[int]:
+        return [hypothesis != reference, reference != "?"]
+
+    def score(self, statistics: Sequence[float]) -> float:
+        return statistics[0] / statistics[1] if statistics[1] else float("nan")
+
+
+def test_a_right_answer_is_as_good_as_the_best_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METRICS, "errors", Errors())
+    for references, right in ((["a", "?"], [0, 50]), (["?", "?"], [0, 0])):
+        figures, versus = n_best_scores([["x", "a"], ["x"]], [references], 3)
+        assert [figures[f"errors@{count}"] for count in (1, 3)] == right
+        assert versus == {}
 
 
 def test_a_registered_metric_is_scored_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
