@@ -34,7 +34,7 @@ TYPES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "bpe": (SENTENCES, {"vocabulary_size": 300, "byte_fallback": True}),
     "word": (TOKENS, {"vocabulary_size": 18}),
     "char": (TOKENS, {"vocabulary_size": 41}),
-    "unigram": (TOKENS, {"vocabulary_size": 40}),
+    "unigram": (TOKENS, {"vocabulary_size": 42}),
 }
 """Sentences of each type of vocabulary, and settings."""
 
