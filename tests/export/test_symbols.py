@@ -41,7 +41,11 @@ TYPES: dict[str, tuple[list[str], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module", params=TYPES)
 def model(request: pytest.FixtureRequest) -> TrainedModel:
-    """A network that has learned by heart to repeat the sentences, but whose unknown piece is about as probable."""
+    """A network that has learned by heart to repeat the sentences.
+
+    But for BPE, the unknown piece is about as probable, and the search is greedy: with few pieces, the beam search of
+    CTranslate2 has ended before the best answer does.
+    """
     sentences, options = TYPES[request.param]
     text = ["A sentence.", "Anna likes and pre post"] * 30 if request.param == "bpe" else TOKENS
     tokenizer = train_tokenizer(text, user_symbols=SYMBOLS, model_type=request.param, **options)
@@ -59,11 +63,14 @@ def model(request: pytest.FixtureRequest) -> TrainedModel:
         loss.backward()
         optimizer.step()
     assert loss < 0.01
-    missing = logits.amax(-1) - logits[:, :, tokenizer.unk_id]
-    network.projection.bias.data[tokenizer.unk_id] += missing[mask].mean().item()
+    decoding = DecodingSettings()
+    if request.param != "bpe":
+        missing = logits.amax(-1) - logits[:, :, tokenizer.unk_id]
+        network.projection.bias.data[tokenizer.unk_id] += missing[mask].mean().item()
+        decoding = DecodingSettings(beam_size=1)
     corpus = {"folder": "nowhere", "source_language": "xx", "target_language": "yy", "train": []}
     recipe = {"name": request.param, "corpus": {**corpus, "user_symbols": SYMBOLS}}
-    return TrainedModel(network.eval(), tokenizer, DecodingSettings(), recipe, Path("symbols.ckpt"), 200)
+    return TrainedModel(network.eval(), tokenizer, decoding, recipe, Path("symbols.ckpt"), 200)
 
 
 def test_translations_hold_each_symbol_and_character_once(model: TrainedModel) -> None:
