@@ -109,6 +109,7 @@ class PatientLauncher(_SubprocessScriptLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Start the ranks, then call the function."""
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             self.prepare()
             self._call_children_scripts()

@@ -292,7 +292,7 @@ def test_wrong_arguments_are_refused_in_one_line(model: pipeline.Model) -> None:
 
 @pytest.mark.parametrize(
     ("odd", "said"),
-    [("the Dog", "characters that the model has never"), ("the\u2581dog", r"U\+2581 \(\u2581\), by which")],
+    [("the Dog", "characters or words that the model has never"), ("the\u2581dog", r"U\+2581 \(\u2581\), by which")],
 )
 def test_characters_that_are_not_read_are_warned_of(model: pipeline.Model, odd: str, said: str) -> None:
     for call in (

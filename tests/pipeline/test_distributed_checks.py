@@ -177,9 +177,8 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "This GPU")
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="H100", total_memory=0, uuid="GPU-3")
-    )
+    properties = SimpleNamespace(name="H100", total_memory=0, uuid="GPU-3", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     return monkeypatch
 
 

@@ -148,7 +148,7 @@ def test_ranks_share_the_processors_of_their_node(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("LOCAL_RANK", "0")  # Something else has started the ranks.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr("pipeline.runtime.lightning_private.num_processors", lambda: 6)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
     chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     options = {"accelerator": "cpu", "devices": 2}
