@@ -95,9 +95,9 @@ def test_no_copy_where_the_host_has_no_room(monkeypatch: pytest.MonkeyPatch) -> 
     assert copy.take({"a": torch.zeros(40 * MEGABYTE)}) is None
     assert copy.size == 0
     monkeypatch.delenv("SLURM_MEM_PER_NODE")
-    copy.plan(100 * MEGABYTE, processes=1)
-    # So large that the C library does not take it from memory that was freed before.
-    original = {"a": torch.zeros(100 * MEGABYTE, dtype=torch.uint8)}
+    copy.plan(1000 * MEGABYTE, processes=1)
+    # So large that the C library finds no such block among those that were freed before. Its pages are never touched.
+    original = {"a": torch.empty(1000 * MEGABYTE, dtype=torch.uint8)}
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 30 * MEGABYTE, hard))
@@ -105,4 +105,4 @@ def test_no_copy_where_the_host_has_no_room(monkeypatch: pytest.MonkeyPatch) -> 
         assert copy.take(original) is None
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-    assert (copy.size, copy.refusal) == (0, "this system gives no memory for a copy of 105 MB")
+    assert (copy.size, copy.refusal) == (0, "this system gives no memory for a copy of 1,049 MB")

@@ -48,7 +48,8 @@ def test_signals_at_any_moment(cluster: Cluster, recipe_file: Path, tmp_path: Pa
     assert job.restarts == len(MOMENTS), job.log
     # It resumes exactly where it was stopped; stopped during start-up, from where that start would have resumed.
     assert resumed_from(job) == saved_after(job), job.log
-    assert job.log.count("asked to stop") == len(MOMENTS), job.log
+    # A signal while the corpus is checked ends that at once, with nothing to save: exit code 138.
+    assert job.log.count("asked to stop") + job.log.count("exit code 138; requeued") == len(MOMENTS), job.log
 
     whole = train(cluster, recipe_file, tmp_path / "whole", *options)
     assert whole.wait() == "COMPLETED", whole.log
