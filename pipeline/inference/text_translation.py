@@ -101,7 +101,7 @@ def _translate_shards(
     """Translate the shards that other processes leave to this one, until all are done."""
     translator = _load(arguments, options, device)
     shards = Shards(task, Path(translator.name), number)
-    for line, text in _translated(arguments, options, translator, shards.runs(), show=task.num_processes == 1):
+    for line, text in _translated(arguments, options, translator, shards.runs(), show=number == 0):
         shards.write(line, text)
 
 
