@@ -113,14 +113,15 @@ class _NoWaiting(Callback):
             torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("compiled", "precision"),
+    ("device", "compiled", "precision"),
     [
-        (False, "bf16-mixed"),
-        (False, "16-mixed"),
-        (False, "32-true"),
-        pytest.param(True, "bf16-mixed", marks=pytest.mark.slow),
+        ("cpu", False, "bf16-mixed"),
+        pytest.param("cpu", False, "16-mixed", marks=pytest.mark.slow),
+        pytest.param("cpu", False, "32-true", marks=pytest.mark.slow),
+        pytest.param("cpu", True, "bf16-mixed", marks=pytest.mark.slow),
+        *(pytest.param("cuda", False, name, marks=pytest.mark.gpu) for name in ("bf16-mixed", "16-mixed", "32-true")),
+        pytest.param("cuda", True, "bf16-mixed", marks=[pytest.mark.gpu, pytest.mark.slow]),
     ],
 )
 def test_no_step_waits_for_the_device(device: str, compiled: bool, precision: str, corpus_folder: Path) -> None:
