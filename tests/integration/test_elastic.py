@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from data_module.corpus.store import open_corpus
+from tests.fork_server import ForkServer
 from tests.integration.runs import checkpoints, kill, position, scalars, start, step_of
 
 Step = dict[int, list[int]]
@@ -19,7 +20,7 @@ class RecordedFit:
         records.mkdir()
         node = records.with_name(f"{records.name}-node")  # has no plan of an epoch from another start
         node.mkdir()
-        places = {"RECORDS": str(records), "TMPDIR": str(node)}
+        places = {"RECORDS": str(records), "TMPDIR": str(node), **ForkServer.shared().for_children}
         process = start(*command, module="tests.integration.changed_program", CHANGE="record_batches", **places)
         while kill_after is not None and not kill_after.exists() and process.poll() is None:
             time.sleep(0.01)

@@ -7,13 +7,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.fork_server import ForkServer
 from tests.integration.runs import checkpoints, is_same_corpus, kill, start, step_of
 
 
@@ -47,12 +47,13 @@ def test_a_killed_rank_starts_again_with_the_others(tiny_corpus: Path, recipe_fi
     command += ["--config", str(recipe_file), "--trainer.num_nodes", "2", "--run.folder", str(tmp_path / "run")]
     command += ["--corpus.folder", str(tmp_path / "corpus")]
     changed = {"CHANGE": "kill_rank_0_once", "MARKER": str(tmp_path / "killed")}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **changed}
+    python = ForkServer.shared().python
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHON_EXEC": python, **changed}
     logs = [tmp_path / f"agent{number}" for number in (0, 1)]
     agents = []
     for log in logs:
         with log.open("wb") as output:
-            agent = [sys.executable, "-m", "torch.distributed.run", *command]
+            agent = [python, "-m", "torch.distributed.run", *command]
             agents.append(subprocess.Popen(agent, env=environment, stdout=output, stderr=output))
     try:
         assert [agent.wait(900) for agent in agents] == [0, 0]

@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from tests.conftest import pipeline, sentences, tiny_recipe, write_text
+from tests.fork_server import ForkServer
 from tests.integration.runs import assert_ended, descendants, start
 
 
@@ -62,7 +63,7 @@ def test_killed_in_several_stages(trained_run: Path, tmp_path: Path) -> None:
     ):
         log = tmp_path / "log"
         with log.open("w") as stderr:
-            process = start(*command, stderr=stderr)
+            process = start(*command, stderr=stderr, **ForkServer.shared().for_children)
         while moment not in log.read_text().partition(f", {stage} (")[2] or f", {stage} (" not in log.read_text():
             assert process.poll() is None, log.read_text()
             time.sleep(0.01)
