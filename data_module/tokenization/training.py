@@ -210,8 +210,9 @@ def _options(words: WordCounts, settings: CorpusSettings) -> PlainValues:
     learnable = "".join(sorted(characters - {RESERVED_CHARACTER, *symbols}))
     size, coverage = settings.vocabulary_size, settings.character_coverage
     options: PlainValues = {"character_coverage": coverage, "model_type": settings.model_type}
-    # For `char`, a smaller limit would leave out characters.
-    options["vocab_size"] = 2**31 - 1 if settings.model_type == "char" else size
+    # For `char`, a smaller limit would leave out characters. sentencepiece takes a step for each piece of its limit.
+    most = NUM_SPECIAL_IDS + 1 + NUM_BYTES + len(symbols) + len(counts)
+    options["vocab_size"] = most if settings.model_type == "char" else size
     # In text with few spaces, a lower coverage would leave out the space. The bytes of `bpe` stay as they were.
     required = "" if settings.model_type == "bpe" else SPACE_MARK
     if coverage >= 1:
