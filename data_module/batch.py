@@ -30,7 +30,7 @@ class RowShape(NamedTuple):
     sentences: int
     """Number of sentences of a row: those of its pairs, those that its padding is divided into, and empty ones."""
     longest: int
-    """Length of the longest sentence of the corpus."""
+    """Length of the longest sentence of the corpus, including EOS."""
     per_rank: int
     """Number of micro-batches per rank and optimizer step; one more where sentences happen not to fit."""
     constant: bool = True
@@ -98,7 +98,7 @@ class PackedBatch:
     groups: list[LengthGroup]
     """The pairs' sentences as groups of similar length, in the order in which they lie in the rows."""
     longest: int
-    """The length of the corpus's longest sentence."""
+    """Length of the longest sentence of the corpus, including EOS."""
 
 
 class PackedShape(NamedTuple):
@@ -395,9 +395,9 @@ def pad_batch(
     """Return the pairs of a batch as a `PaddedBatch`. The labels of a filler are all padding."""
     stores, widths = (corpus.source, corpus.target), (planned.source_length, planned.target_length)
     lengths, sides = corpus.lengths(planned.pairs), []
-    for store, own, width in zip(stores, lengths, widths, strict=True):
-        ids, _ = _lay_out(store, planned.pairs, own, np.arange(len(own) + 1) * width, special)
-        sides.append(torch.from_numpy(ids.reshape(len(own), width)))
+    for store, side_lengths, width in zip(stores, lengths, widths, strict=True):
+        ids, _ = _lay_out(store, planned.pairs, side_lengths, np.arange(len(side_lengths) + 1) * width, special)
+        sides.append(torch.from_numpy(ids.reshape(len(side_lengths), width)))
     source, labels = sides
     begin = torch.full((len(planned.pairs), 1), special.bos, dtype=torch.int32)
     return PaddedBatch(

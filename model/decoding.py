@@ -74,7 +74,7 @@ class Answers(NamedTuple):
     """float32."""
     log_probabilities: Tensor
     """float32."""
-    end_places: Tensor
+    end_codes: Tensor
     """int64: position * beam_size + the hypothesis that the end symbol was appended to."""
     counts: Tensor
     """int64 [B], number of hypotheses that have ended."""
@@ -129,10 +129,10 @@ def answer_limits(source_lengths: Tensor, max_extra_tokens: int, max_positions: 
 
 def next_log_probabilities(logits: Tensor, never: list[int]) -> Tensor:
     """Return log-probabilities [B, N, V] of the next tokens in float32; -inf for the ids in `never`."""
-    steps = logits.float().log_softmax(-1)
+    log_probs = logits.float().log_softmax(-1)
     for one in never:
-        steps.select(2, one).fill_(float("-inf"))
-    return steps
+        log_probs.select(2, one).fill_(float("-inf"))
+    return log_probs
 
 
 def never_chosen(bos_id: int, pad_id: int, unk_id: int | None) -> list[int]:
@@ -141,12 +141,12 @@ def never_chosen(bos_id: int, pad_id: int, unk_id: int | None) -> list[int]:
 
 
 def best_continuations(
-    steps: Tensor, totals: Tensor, forced: Tensor | None, beam_size: int, chosen: Tensor | None = None
+    log_probs: Tensor, totals: Tensor, forced: Tensor | None, beam_size: int, chosen: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the most probable continuations of each sentence, best first.
 
     Args:
-        steps: log-probabilities [B, N, V] of the next token of each hypothesis; see `next_log_probabilities`.
+        log_probs: log-probabilities [B, N, V] of the next token of each hypothesis; see `next_log_probabilities`.
         totals: log-probabilities [B, N] of the hypotheses.
         forced: int64 [B], the token that has to follow in each sentence, -1 for any; None if any may in all sentences.
         beam_size: beam size of the search, which may be larger than N.
@@ -162,13 +162,14 @@ def best_continuations(
     count = 2 * beam_size if beam_size > 1 else 1
     # A sentence's best continuations are among the best of each hypothesis, so the second topk is over few values.
     if chosen is None:
-        values, ids = steps.topk(min(count, steps.size(2)))
+        values, ids = log_probs.topk(min(count, log_probs.size(2)))
     else:
-        values, ids = steps.gather(2, chosen), chosen
+        values, ids = log_probs.gather(2, chosen), chosen
     if forced is not None:
         is_forced, tokens = (forced >= 0)[:, None, None], forced.clamp(min=0)[:, None, None]
         is_first = torch.arange(values.size(2), device=values.device) == 0
-        only = torch.where(is_first, steps.gather(2, tokens.expand(-1, steps.size(1), -1)), float("-inf"))
+        of_token = log_probs.gather(2, tokens.expand(-1, log_probs.size(1), -1))
+        only = torch.where(is_first, of_token, float("-inf"))
         values, ids = torch.where(is_forced, only, values), torch.where(is_forced, tokens, ids)
     values = (values + totals.unsqueeze(-1)).flatten(1)
     values, best = values.topk(min(count, values.size(1)))
@@ -197,19 +198,19 @@ def add_answers(
         ended = ended.masked_fill(is_late | is_full, float("-inf"))
     new_scores = ended / penalty(positions + 1, options.length_penalty).unsqueeze(1)
     scores, best = torch.cat([answers.scores, new_scores], 1).topk(options.n_best)
-    new_places = parents + (positions * beam_size).unsqueeze(1)
+    new_codes = parents + (positions * beam_size).unsqueeze(1)
     return Answers(
         scores,
         torch.cat([answers.log_probabilities, ended], 1).gather(1, best),
-        torch.cat([answers.end_places, new_places], 1).gather(1, best),
+        torch.cat([answers.end_codes, new_codes], 1).gather(1, best),
         answers.counts + (ended > float("-inf")).sum(1),
     )
 
 
-def best_open(values: Tensor, parents: Tensor, last: Tensor, beam_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def best_open(values: Tensor, parents: Tensor, added: Tensor, beam_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return values, parents and tokens [B, N] of the best `beam_size` continuations, given -inf for those that end."""
     values, best = values.topk(min(beam_size, values.size(1)))
-    return values, parents.gather(1, best), last.gather(1, best)
+    return values, parents.gather(1, best), added.gather(1, best)
 
 
 def may_improve(answers: Answers, totals: Tensor, limit_penalties: Tensor, options: BeamArguments) -> Tensor:
@@ -225,7 +226,7 @@ def may_improve(answers: Answers, totals: Tensor, limit_penalties: Tensor, optio
 
 def answer_lengths(answers: Answers, beam_size: int) -> Tensor:
     """Return the lengths [B, M] of answers, 0 of a missing one."""
-    lengths = answers.end_places.div(beam_size, rounding_mode="floor") + 1
+    lengths = answers.end_codes.div(beam_size, rounding_mode="floor") + 1
     return lengths.masked_fill(answers.scores == float("-inf"), 0)
 
 
@@ -402,18 +403,19 @@ class BeamSearch(Searches, nn.Module):
             # 1. Make room in the cache for the slots of this position.
             if batch.paths.size(2) > cache[0][0].size(2):
                 cache, batch = _grow(cache, batch)
-            # 2. Find the continuations. A finished sentence that still takes part overwrites its last place in the
-            # history. Only an end symbol can take that place, and end symbols are not read from the history.
+            # 2. Find the continuations. Positions stop at limit - 1, where a finished sentence that still takes part
+            # overwrites its last row of the history. Only end symbols are ever in that row, and nothing reads them.
             positions = (batch.limits - 1).clamp(max=position)
-            places = text.offsets[batch.sentences] + positions
+            history_rows = text.offsets[batch.sentences] + positions
             forced = self._forced(text, batch, position, shortest_limit)
-            draws = uniforms[places] if uniforms is not None else None
-            values, parents, last = self._step(batch, position, cache, forced, draws, options)
+            draws = uniforms[history_rows] if uniforms is not None else None
+            values, parents, added = self._step(batch, position, cache, forced, draws, options)
             # 3. Keep the best of those that end as answers, and the best of the others as open hypotheses.
-            answers, totals, parents, last = self._select(answers, values, parents, last, positions, options)
+            answers, totals, parents, added = self._select(answers, values, parents, added, positions, options)
             # 4. Note the open hypotheses in the history, and advance by one position.
-            text.history[:, : totals.size(1)].index_copy_(0, places, parents * self.vocabulary_size + last)
-            batch = _advance(batch, totals, parents, last, own_slots)
+            entries = parents * self.vocabulary_size + added
+            text.history[:, : totals.size(1)].index_copy_(0, history_rows, entries)
+            batch = _advance(batch, totals, parents, added, own_slots)
             position += 1
             # 5. Check which sentences have finished. Each check makes the host wait for a GPU. There, checks are rare,
             # and sentences take part in some steps after they have finished. Their answers do not change: by the rule
@@ -421,15 +423,15 @@ class BeamSearch(Searches, nn.Module):
             if position % steps_between_checks != 0:
                 continue
             is_open = may_improve(answers, batch.totals, batch.limit_penalties, options)
-            open_places = is_open.nonzero().squeeze(1)
-            num_left = open_places.size(0)
+            open_indices = is_open.nonzero().squeeze(1)
+            num_left = open_indices.size(0)
             if num_left == batch.sentences.size(0):
                 continue
             # 6. Store the answers, and remove the finished sentences.
             _store(results, batch.sentences, answers)
             if num_left == 0:
                 continue
-            cache, batch, answers = _remove_finished(cache, batch, answers, is_open, open_places)
+            cache, batch, answers = _remove_finished(cache, batch, answers, is_open, open_indices)
 
     def _begin(
         self, text: _Text, source: Tensor, source_mask: Tensor | None, options: BeamArguments
@@ -493,27 +495,33 @@ class BeamSearch(Searches, nn.Module):
         if self.max_positions > 0:
             position = min(position, self.max_positions - 1)  # only finished sentences would exceed it
         states = self.network.step(batch.last, position, start, cache, batch.source_mask, path_mask)[0]
-        steps = next_log_probabilities(self.network.logits(states), self.never)
+        log_probs = next_log_probabilities(self.network.logits(states), self.never)
         chosen: Tensor | None = None
         if draws is not None and sampling is not None:
-            chosen = choose(steps[:, 0], draws, sampling)[:, None, None]
-        return best_continuations(steps, batch.totals, forced, beam_size, chosen)
+            chosen = choose(log_probs[:, 0], draws, sampling)[:, None, None]
+        return best_continuations(log_probs, batch.totals, forced, beam_size, chosen)
 
     def _select(
-        self, answers: Answers, values: Tensor, parents: Tensor, last: Tensor, positions: Tensor, options: BeamArguments
+        self,
+        answers: Answers,
+        values: Tensor,
+        parents: Tensor,
+        added: Tensor,
+        positions: Tensor,
+        options: BeamArguments,
     ) -> tuple[Answers, Tensor, Tensor, Tensor]:
         """Split what `_step` returned into answers and open hypotheses, and keep the best of each.
 
         Returns:
             The best answers, then the log-probabilities, parents and tokens [B, N] of the open hypotheses, best first.
         """
-        is_end, size = last == self.eos_id, options.beam_size
+        is_end, size = added == self.eos_id, options.beam_size
         # On a GPU the check would cost more than the work it saves.
-        if last.device.type == "cpu" and not bool(is_end.any()):
-            return answers, values[:, :size], parents[:, :size], last[:, :size]
+        if added.device.type == "cpu" and not bool(is_end.any()):
+            return answers, values[:, :size], parents[:, :size], added[:, :size]
         answers = add_answers(answers, values, parents, is_end, positions, options)
-        values, parents, last = best_open(values.masked_fill(is_end, float("-inf")), parents, last, size)
-        return answers, values, parents, last
+        values, parents, added = best_open(values.masked_fill(is_end, float("-inf")), parents, added, size)
+        return answers, values, parents, added
 
     def _backtrace(self, text: _Text, answers: Answers) -> BeamResult:
         """Read the answers' tokens from the history, from the last token to the first."""
@@ -523,7 +531,7 @@ class BeamSearch(Searches, nn.Module):
         longest = int(lengths.max())
         # The hypothesis [T, M] on each answer's path, at first the one to which the end symbol was added. Its entry in
         # the history is parent * V + token: the answer's token at this position, and the hypothesis one position back.
-        here = answers.end_places.remainder(beam_size)
+        here = answers.end_codes.remainder(beam_size)
         tokens = here.new_full([longest, here.size(0), here.size(1)], self.pad_id)
         for step in range(longest - 1, -1, -1):
             entries = text.history[text.offsets + (text.limits - 1).clamp(max=step)]
@@ -536,24 +544,24 @@ class BeamSearch(Searches, nn.Module):
 def no_answers(batch_size: int, n_best: int, device: torch.device) -> Answers:
     """Return the answers at the beginning of a search."""
     scores = torch.full([batch_size, n_best], float("-inf"), device=device)
-    places = torch.full_like(scores, -1, dtype=torch.int64)
-    return Answers(scores, scores.clone(), places, places.new_zeros([batch_size]))
+    end_codes = torch.full_like(scores, -1, dtype=torch.int64)
+    return Answers(scores, scores.clone(), end_codes, end_codes.new_zeros([batch_size]))
 
 
 def _store(results: Answers, sentences: Tensor, answers: Answers) -> None:
     """Write the answers of a batch's sentences to the results, in place."""
     results.scores.index_copy_(0, sentences, answers.scores)
     results.log_probabilities.index_copy_(0, sentences, answers.log_probabilities)
-    results.end_places.index_copy_(0, sentences, answers.end_places)
+    results.end_codes.index_copy_(0, sentences, answers.end_codes)
 
 
-def _advance(batch: _Batch, totals: Tensor, parents: Tensor, last: Tensor, own_slots: Tensor) -> _Batch:
-    """Return the batch at the next position, with the hypotheses that continue `parents` by `last`."""
+def _advance(batch: _Batch, totals: Tensor, parents: Tensor, added: Tensor, own_slots: Tensor) -> _Batch:
+    """Return the batch at the next position, with the hypotheses that continue `parents` by `added`."""
     num_open = parents.size(1)
     paths = batch.paths.gather(1, parents.unsqueeze(2).expand(-1, -1, batch.paths.size(2)))
     # A new path is that of the continued hypothesis and a slot of its own: hypothesis n has slot n of the next step.
     paths = torch.cat([paths, own_slots[:num_open, :num_open].expand(paths.size(0), -1, -1)], 2)
-    return _Batch(batch.sentences, batch.limits, batch.limit_penalties, totals, last, paths, batch.source_mask)
+    return _Batch(batch.sentences, batch.limits, batch.limit_penalties, totals, added, paths, batch.source_mask)
 
 
 def _used_slots(batch: _Batch) -> int:
@@ -562,17 +570,17 @@ def _used_slots(batch: _Batch) -> int:
 
 
 def _remove_finished(
-    cache: Cache, batch: _Batch, answers: Answers, is_open: Tensor, open_places: Tensor
+    cache: Cache, batch: _Batch, answers: Answers, is_open: Tensor, open_indices: Tensor
 ) -> tuple[Cache, _Batch, Answers]:
-    """Return cache, batch and answers of the open sentences only; `open_places` are their places in the batch.
+    """Return cache, batch and answers of the open sentences only; `open_indices` are theirs in the batch.
 
-    The last open sentences move to the places of finished ones. Keeping the order would copy the cache of almost all
-    sentences whenever one has finished. Example: of sentences a b c d e, b and c have finished. Of the three places
-    that are left, 1 and 2 are gaps, to which d and e move: a d e.
+    The last open sentences move to the indices of finished ones. Keeping the order would copy the cache of almost all
+    sentences whenever one has finished. Example: of sentences a b c d e, b and c have finished. Of the three
+    indices that are left, 1 and 2 are gaps, to which d and e move: a d e.
     """
-    num_left = open_places.size(0)
+    num_left = open_indices.size(0)
     gaps = (~is_open[:num_left]).nonzero().squeeze(1)
-    movers = open_places[num_left - gaps.size(0) :]
+    movers = open_indices[num_left - gaps.size(0) :]
     order = torch.arange(num_left, device=gaps.device).index_copy_(0, gaps, movers)
     cache = _move_sentences(cache, _used_slots(batch), gaps, movers, num_left)
     return cache, _reordered(batch, order), _reordered_answers(answers, order)
@@ -594,12 +602,12 @@ def _reordered(batch: _Batch, order: Tensor) -> _Batch:
 
 def _reordered_answers(answers: Answers, order: Tensor) -> Answers:
     return Answers(
-        answers.scores[order], answers.log_probabilities[order], answers.end_places[order], answers.counts[order]
+        answers.scores[order], answers.log_probabilities[order], answers.end_codes[order], answers.counts[order]
     )
 
 
 def _move_sentences(cache: Cache, used_slots: int, gaps: Tensor, movers: Tensor, num_left: int) -> Cache:
-    """Copy the cache entries of the sentences `movers` to the places `gaps`; keep the first `num_left` sentences."""
+    """Copy the cache entries of the sentences `movers` to the indices `gaps`; keep the first `num_left` sentences."""
     for keys, values, memory_keys, memory_values in cache:
         for entries in (keys[:, :, :used_slots], values[:, :, :used_slots], memory_keys, memory_values):
             entries.index_copy_(0, gaps, entries[movers])
@@ -613,18 +621,18 @@ def _grow(cache: Cache, batch: _Batch) -> tuple[Cache, _Batch]:
     num_needed = int(needed.sum(1).max())
     # A sentence that needs fewer slots also keeps some that are on no path. They are sorted, since the slots of a path
     # have to stay in the order of their positions.
-    places = needed.byte().topk(num_needed).indices.sort().values.unsqueeze(1)
-    sentences = torch.arange(batch.paths.size(0), device=places.device)[:, None, None]
-    heads = torch.arange(cache[0][0].size(1), device=places.device)[:, None]
+    kept_slots = needed.byte().topk(num_needed).indices.sort().values.unsqueeze(1)
+    sentences = torch.arange(batch.paths.size(0), device=needed.device)[:, None, None]
+    heads = torch.arange(cache[0][0].size(1), device=needed.device)[:, None]
     num_slots = num_needed + max(8 * num_new, num_needed)
     larger: Cache = []
     for keys, values, source_keys, source_values in cache:
         new_keys = keys.new_empty([keys.size(0), keys.size(1), num_slots, keys.size(3)])
         new_values = values.new_empty([values.size(0), values.size(1), num_slots, values.size(3)])
         for old, new in ((keys, new_keys), (values, new_values)):
-            new[:, :, :num_needed] = old[sentences, heads, places]
+            new[:, :, :num_needed] = old[sentences, heads, kept_slots]
         larger.append((new_keys, new_values, source_keys, source_values))
-    kept = batch.paths.gather(2, places.expand(-1, batch.paths.size(1), -1))
+    kept = batch.paths.gather(2, kept_slots.expand(-1, batch.paths.size(1), -1))
     paths = torch.cat([kept, batch.paths[:, :, used_slots:]], 2)
     batch = _Batch(
         batch.sentences, batch.limits, batch.limit_penalties, batch.totals, batch.last, paths, batch.source_mask

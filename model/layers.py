@@ -137,10 +137,10 @@ class DecoderLayer(nn.Module):
         residual = self.feed_forward_residual
         return residual(x, self.feed_forward(residual.sublayer_input(x))), keys, values
 
-    def rows(self, x: Tensor, memory: Tensor, own: RowSentences, cross: RowSentences) -> Tensor:
+    def rows(self, x: Tensor, memory: Tensor, decoder: RowSentences, cross: RowSentences) -> Tensor:
         """Map the target tokens x [M, D] of packed rows to [M, D], with the memory [R, D] of the source tokens."""
         residual = self.self_attention_residual
-        x = residual(x, self.self_attention.rows(residual.sublayer_input(x), own))
+        x = residual(x, self.self_attention.rows(residual.sublayer_input(x), decoder))
         residual = self.cross_attention_residual
         x = residual(x, self.cross_attention.rows(residual.sublayer_input(x), memory, cross))
         residual = self.feed_forward_residual

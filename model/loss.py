@@ -93,10 +93,15 @@ def label_smoothed_loss(
         # The tokens of both passes alternate, so that a chunk has both passes of each of its tokens.
         states, targets = states.movedim(0, -2), targets.reshape(-1, 1).expand(-1, 2)
     states, targets = states.reshape(-1, states.size(-1)), targets.reshape(-1, 1).long().contiguous()
-    sum_dtype = torch.promote_types(states.dtype, torch.float32)
     options = _Options(
-        *(label_smoothing, ignored_id, product_dtype, sum_dtype, scale, r_drop_alpha, with_gradient),
-        chunk_terms if with_gradient and not r_drop_alpha else None,
+        epsilon=label_smoothing,
+        ignored_id=ignored_id,
+        product_dtype=product_dtype,
+        sum_dtype=torch.promote_types(states.dtype, torch.float32),
+        scale=scale,
+        alpha=r_drop_alpha,
+        with_gradient=with_gradient,
+        chunk_terms=chunk_terms if with_gradient and not r_drop_alpha else None,
     )
     return LossSums(*_FusedLoss.apply(states, weight, targets, options))
 
@@ -128,17 +133,17 @@ def _read_logits(logits: Tensor, target: Tensor, terms: Tensor, options: _Option
     size, on_cpu = len(logits), logits.device.type == "cpu"
     if on_cpu:  # an even number, for R-Drop's pairs
         size = 2 * max(1, round(_CACHED_LOGITS * torch.get_num_threads() / logits.size(1) / 2))
-    for part, own, of_part in zip(logits.split(size), target.split(size), terms.split(size, 1), strict=True):
+    for part, labels, part_terms in zip(logits.split(size), target.split(size), terms.split(size, 1), strict=True):
         # On a CPU, softmax of 16-bit logits takes several times as long.
         block = part.to(options.sum_dtype) if on_cpu else part
         probabilities = torch.softmax(block, -1, dtype=options.sum_dtype)
-        of_part[0], of_part[1] = block.amax(-1, keepdim=True), block.gather(1, own)
-        of_part[2] = probabilities.amax(-1, keepdim=True)
+        part_terms[0], part_terms[1] = block.amax(-1, keepdim=True), block.gather(1, labels)
+        part_terms[2] = probabilities.amax(-1, keepdim=True)
         if options.alpha:
-            of_part[3], probabilities = divergence(block, probabilities, options.alpha)
+            part_terms[3], probabilities = divergence(block, probabilities, options.alpha)
         if options.with_gradient:
             # d loss / d logits = p - (1 - epsilon) onehot - epsilon / V. `_forward` adds the last term.
-            probabilities.scatter_add_(1, own, probabilities.new_full(own.shape, options.epsilon - 1.0))
+            probabilities.scatter_add_(1, labels, probabilities.new_full(labels.shape, options.epsilon - 1.0))
             part.copy_(probabilities)
 
 
@@ -162,11 +167,11 @@ def _over_chunks(
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Project a chunk of tokens at a time, read its logits, and add its part to the gradients.
 
-    `weighted_states` are the states [N, D] times the factor on each token's loss; the weight is [V, D].
+    `weighted_states` are the states [N, D] times `token_weights`, see `_forward`; the weight is [V, D].
 
     Returns:
-        The terms of all tokens; see `_read_logits`. The gradients of the states, without that factor, and of the
-        weight, both without the term -epsilon / V of d loss / d logits, if `options` ask for them.
+        The terms of all tokens; see `_read_logits`. The gradients of the states, without these weights, and of
+        the projection, both without the term -epsilon / V of d loss / d logits, if `options` ask for them.
     """
     # Rows of zeros, up to a multiple of 8, since a GPU multiplies 16-bit matrices of other sizes more slowly. Their
     # logits stay zeros, which add nothing to the gradients.
@@ -190,9 +195,10 @@ def _over_chunks(
         else:
             _read_logits(logits[:, : len(weight)], target[chunk], terms[:, chunk], options)
         if gradients is not None:
+            grad_states, grad_weight = gradients
             gradient = logits  # overwritten by d loss / d logits
-            torch.mm(gradient, projection, out=gradients[0][chunk])
-            _add_product(gradients[1], gradient.t(), weighted_states[chunk])
+            torch.mm(gradient, projection, out=grad_states[chunk])
+            _add_product(grad_weight, gradient.t(), weighted_states[chunk])
     return terms, gradients and (gradients[0], gradients[1][: len(weight)])
 
 
@@ -213,11 +219,11 @@ def _forward(
     epsilon, passes = options.epsilon, 2 if options.alpha else 1
     dtype, sum_dtype = options.product_dtype, options.sum_dtype
     kept = (target != options.ignored_id).to(sum_dtype)
-    # The factor on each token's loss. The gradient of the weight gets it by way of the states, which are multiplied by
-    # it here: that is cheaper than multiplying the sum over chunks. States of ignored tokens are 0 and add nothing.
-    factor = kept * ((1.0 if options.scale is None else options.scale) / passes)
+    # Factors on the losses of tokens. The gradient of the weight gets them by way of the states, which is cheaper than
+    # multiplying the sum over chunks. States of ignored tokens are 0 and add nothing.
+    token_weights = kept * ((1.0 if options.scale is None else options.scale) / passes)
     kept_states = states.to(sum_dtype) * kept
-    weighted_states = kept_states * factor
+    weighted_states = kept_states * token_weights
     # The smoothing term needs the mean of each token's logits. As sum_v h . w_v = h . sum_v w_v, this reads no logits.
     mean_weight = weight.to(sum_dtype).mean(0)
     mean_logits = (kept_states @ mean_weight).unsqueeze(1)
@@ -228,18 +234,20 @@ def _forward(
     log_normalizer = largest - max_probability.log()
     # The loss of a token with target y is sum_v q_v (log Z - z_v), with q_v = epsilon / V and 1 - epsilon more for y.
     target_loss, mean_loss = log_normalizer - target_logits, log_normalizer - mean_logits
-    smoothed = (((1.0 - epsilon) * target_loss + epsilon * mean_loss + divergences) * factor).sum()
-    likelihood, num_correct = (target_loss * kept).sum() / passes, ((target_logits == largest) * kept).sum() / passes
+    smoothed = (((1.0 - epsilon) * target_loss + epsilon * mean_loss + divergences) * token_weights).sum()
+    negative_log_likelihood = (target_loss * kept).sum() / passes
+    num_correct = ((target_logits == largest) * kept).sum() / passes
     if gradients is not None:
         # The term -epsilon / V of d loss / d z is the same for all classes and tokens, so that its products with the
-        # projection and with the states are multiples of sums over classes and over tokens. `gradients[0]` still lacks
-        # the factor; `gradients[1]` has it from the weighted states.
-        grad_states = (gradients[0].to(sum_dtype) - epsilon * mean_weight) * factor
-        grad_weight = gradients[1].sub_(weighted_states.sum(0), alpha=epsilon / len(weight))
+        # projection and with the states are multiples of sums over classes and over tokens. `grad_states` still lacks
+        # the token weights; `grad_weight` has them from the weighted states.
+        grad_states, grad_weight = gradients
+        grad_states = (grad_states.to(sum_dtype) - epsilon * mean_weight) * token_weights
+        grad_weight.sub_(weighted_states.sum(0), alpha=epsilon / len(weight))
         ctx.save_for_backward(grad_states.to(states.dtype), grad_weight.to(weight.dtype))
-    ctx.mark_non_differentiable(likelihood, num_correct)
+    ctx.mark_non_differentiable(negative_log_likelihood, num_correct)
     ctx.set_materialize_grads(False)
-    return smoothed, likelihood, num_correct
+    return smoothed, negative_log_likelihood, num_correct
 
 
 class _FusedLoss(torch.autograd.Function):

@@ -16,7 +16,7 @@ from model.beyond.muon import Muon
 from model.settings import TrainingSettings
 from model.torch_private import set_gradient_scaling, skips_non_finite_steps
 
-_INITIAL_FACTOR = 2.0**16
+_INITIAL_SCALE = 2.0**16
 _GROWTH_INTERVAL = 2000
 Schedule = Callable[[int], float]
 """Maps the number of a step, from 1, to its learning rate. Raises ValueError for 0 or less."""
@@ -169,33 +169,33 @@ def take_step(optimizer: Optimizer, step: Callable[[], object], skip: Tensor, lo
 
 
 class LossScaler:
-    """A factor on the loss that is halved after a non-finite gradient and doubled after 2,000 finite ones.
+    """A scale of the loss that is halved after a non-finite gradient and doubled after 2,000 finite ones.
 
     The rule is that of `torch.amp.GradScaler`. Unlike GradScaler, this class never synchronizes the host with a GPU,
-    and it leaves the gradients scaled: the optimizer divides by the factor, after clipping.
+    and it leaves the gradients scaled: the optimizer divides by the scale, after clipping.
     """
 
     def __init__(self) -> None:
-        self.factor = torch.tensor(_INITIAL_FACTOR)
+        self.scale = torch.tensor(_INITIAL_SCALE)
         self._finite = torch.zeros(())
-        """Number of steps since the factor changed."""
+        """Number of steps since the scale changed."""
 
     def to(self, device: torch.device) -> None:
         """Move the state to a device."""
-        self.factor, self._finite = self.factor.to(device), self._finite.to(device)
+        self.scale, self._finite = self.scale.to(device), self._finite.to(device)
 
     def update(self, skipped: Tensor) -> None:
-        """Update the factor in place after a step; `skipped` is 1 if its gradient was not finite, else 0."""
+        """Update the scale in place after a step; `skipped` is 1 if its gradient was not finite, else 0."""
         finite = (self._finite + 1.0) * (1.0 - skipped)
         grows = (finite >= _GROWTH_INTERVAL).float()
-        self.factor.mul_((1.0 - 0.5 * skipped) * (1.0 + grows))
+        self.scale.mul_((1.0 - 0.5 * skipped) * (1.0 + grows))
         self._finite.copy_(finite * (1.0 - grows))
 
     def state(self) -> list[float]:
         """Return the state as plain values, for a checkpoint."""
-        return [self.factor.item(), self._finite.item()]
+        return [self.scale.item(), self._finite.item()]
 
     def load_state(self, state: list[float]) -> None:
         """Restore what `state` returned."""
-        self.factor.fill_(state[0])
+        self.scale.fill_(state[0])
         self._finite.fill_(state[1])

@@ -58,10 +58,10 @@ class PaddedSide(NamedTuple):
     """Where the tokens of a row are in the cells of padded groups. The cells of all groups are numbered in sequence.
 
     Example: a row of 6 tokens has sentences of 3 and 2 tokens, which form one group, and one token of padding. Then
-    `tokens` is [0, 1, 2, 3, 4, 4, 0], `cells` is [0, 1, 2, 3, 4, 6], and `is_filler` is True at cells 5 and 6.
+    `places` is [0, 1, 2, 3, 4, 4, 0], `cells` is [0, 1, 2, 3, 4, 6], and `is_filler` is True at cells 5 and 6.
     """
 
-    tokens: Tensor
+    places: Tensor
     """int64 [P + 1], the place in the row of each cell's token. A cell after a sentence's end repeats its last
     token. One more cell, which belongs to no group, stands for all padding of the row: it holds token 0, and
     attention's result for it is 0."""
@@ -182,7 +182,8 @@ def attend_in_groups(
     counts = [group.num_sentences for group in padded.groups]
     cells = []
     for x, (side, lengths) in zip(inputs, sides, strict=False):  # Self-attention has one input, of one side.
-        moved = _Move.apply(x, side.tokens, side.cells, None).to(compute_dtype)
+        # Each cell takes the token at its place, and a token's gradient is that of its cell.
+        moved = _Move.apply(x, side.places, side.cells, None).to(compute_dtype)
         *by_group, _ = moved.split([*map(operator.mul, counts, lengths), 1])
         cells.append(by_group)
     results = []
@@ -196,7 +197,8 @@ def attend_in_groups(
             heads = attend(query, key, value, group.bias)
             results.append(heads.transpose(1, 2).flatten(0, 1).flatten(1).to(dtype))
         result = torch.cat([*results, results[0].new_zeros(1, results[0].size(1))])
-    return _Move.apply(result, padded.queries.cells, padded.queries.tokens, padded.queries.is_filler)
+    # The inverse: each token takes its cell's result, and a cell's gradient is that of its token, if it is no filler.
+    return _Move.apply(result, padded.queries.cells, padded.queries.places, padded.queries.is_filler)
 
 
 class _Move(torch.autograd.Function):
@@ -233,7 +235,7 @@ def _padded_groups(batch: PackedBatch, dtype: torch.dtype) -> tuple[PaddedGroups
     source, hides_sources = _padded_side(batch.source_offsets, batch.source.numel(), counts, sources, dtype)
     target, _ = _padded_side(batch.target_offsets, batch.target_input.numel(), counts, targets, dtype)
     hides_later = [
-        torch.full((1, 1, length, length), float("-inf"), dtype=dtype, device=source.tokens.device).triu(1)
+        torch.full((1, 1, length, length), float("-inf"), dtype=dtype, device=source.places.device).triu(1)
         for length in targets
     ]
 
@@ -251,21 +253,21 @@ def _padded_side(
     offsets: Tensor, num_tokens: int, counts: list[int], lengths: list[int], dtype: torch.dtype
 ) -> tuple[PaddedSide, list[Tensor]]:
     """Pad the sentences of each group to its entry of `lengths`; return also the biases that hide the padding."""
-    tokens, is_filler, biases, first = [], [], [], 0
+    places, is_filler, biases, first = [], [], [], 0
     for count, length in zip(counts, lengths, strict=True):
         starts, ends = (offsets[start : start + count, None] for start in (first, first + 1))
-        places = starts + torch.arange(length, device=offsets.device)
-        is_past = places >= ends
-        tokens.append(torch.minimum(places, ends - 1).flatten())
+        in_row = starts + torch.arange(length, device=offsets.device)
+        is_past = in_row >= ends
+        places.append(torch.minimum(in_row, ends - 1).flatten())
         is_filler.append(is_past.flatten())
         hidden = torch.zeros(is_past.shape, dtype=dtype, device=offsets.device).masked_fill_(is_past, float("-inf"))
         biases.append(hidden[:, None, None])
         first += count
-    tokens.append(offsets.new_zeros(1))
+    places.append(offsets.new_zeros(1))
     is_filler.append(torch.ones(1, dtype=torch.bool, device=offsets.device))
-    token, filler = torch.cat(tokens).long(), torch.cat(is_filler)
+    place, filler = torch.cat(places).long(), torch.cat(is_filler)
     # Filler cells write to an additional entry after the row, which is cut off.
-    numbers = torch.arange(len(token), device=offsets.device)
-    cells = numbers.new_full((num_tokens + 1,), len(token) - 1)
-    cells.scatter_(0, token.masked_fill(filler, num_tokens), numbers)
-    return PaddedSide(token, cells[:num_tokens], filler.unsqueeze(1)), biases
+    numbers = torch.arange(len(place), device=offsets.device)
+    cells = numbers.new_full((num_tokens + 1,), len(place) - 1)
+    cells.scatter_(0, place.masked_fill(filler, num_tokens), numbers)
+    return PaddedSide(place, cells[:num_tokens], filler.unsqueeze(1)), biases

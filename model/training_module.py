@@ -31,8 +31,7 @@ class StepOutputs(TypedDict):
 
     smoothed: Tensor
     """The loss. This and the next two fields are sums over this rank's target tokens."""
-    likelihood: Tensor
-    """Negative log-likelihood."""
+    negative_log_likelihood: Tensor
     correct: Tensor
     """Number of target tokens that the network finds the most probable."""
     tokens: Tensor
@@ -152,7 +151,7 @@ class TranslationModule(LightningModule):
         # from the optimizer: `network.parameters()` takes the host longer than the norm.
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         norm = total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-        if loss_scale is not None:  # The gradients keep this factor until the optimizer step divides by it.
+        if loss_scale is not None:  # The gradients keep this scale until the optimizer step divides by it.
             norm = norm / loss_scale
         if self.training_settings.gradient_clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.training_settings.gradient_clip_norm, norm)
@@ -166,10 +165,10 @@ class TranslationModule(LightningModule):
 
         skipped, in_a_row = self._skipped.to(self.device).unbind()
         self._skipped = torch.stack([skipped + skip, (in_a_row + 1.0) * skip])
-        smoothed, likelihood, correct = torch.stack(sums).sum(0).where(skip == 0.0, 0.0).unbind()
+        smoothed, negative_log_likelihood, correct = torch.stack(sums).sum(0).where(skip == 0.0, 0.0).unbind()
         return {
             "smoothed": smoothed,
-            "likelihood": likelihood,
+            "negative_log_likelihood": negative_log_likelihood,
             "correct": correct,
             "tokens": (1.0 - skip) * rank_batch.num_target_tokens,
             "gradient_norm": norm,
@@ -186,7 +185,7 @@ class TranslationModule(LightningModule):
         if self.loss_scaler is None:
             return factor, None
         self.loss_scaler.to(self.device)
-        return self.loss_scaler.factor * factor, self.loss_scaler.factor
+        return self.loss_scaler.scale * factor, self.loss_scaler.scale
 
     def _add_gradients(self, batch: PackedBatch, factor: Tensor | float) -> Tensor:
         """Run the forward and backward passes of a micro-batch.

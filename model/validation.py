@@ -76,12 +76,12 @@ class Validation:
         if self._losses:
             return self._losses
         total = reduce(self.sums)
-        smoothed, likelihood, correct, tokens = total.sum(1).tolist()
+        smoothed, negative_log_likelihood, correct, tokens = total.sum(1).tolist()
         *by_source, _, num_tokens = total.tolist()
         self._losses = {
             "validation/loss": smoothed / tokens,
-            "validation/negative_log_likelihood": likelihood / tokens,
-            "validation/perplexity": float(torch.tensor(likelihood / tokens).exp()),
+            "validation/negative_log_likelihood": negative_log_likelihood / tokens,
+            "validation/perplexity": float(torch.tensor(negative_log_likelihood / tokens).exp()),
             "validation/accuracy": correct / tokens,
         }
         for curve, sums in zip(("loss", "negative_log_likelihood"), by_source, strict=True):

@@ -1,4 +1,4 @@
-"""The story of a run: check, plan, corpus, module, data, callbacks, train.
+"""The story of a run: plan, check, corpus, module, data, callbacks, train.
 
 torch and Lightning take seconds to import; `recipe_checks.py` has the checks before them. `Trainer.fit` then calls on
 every rank, callbacks in the order of `build_callbacks`:
@@ -33,11 +33,11 @@ from pipeline.runtime import signals
 from pipeline.runtime.backend_choice import choose_backend, try_gpu
 from pipeline.runtime.console import say
 from pipeline.runtime.devices import allow_tf32
-from pipeline.runtime.launch import current_step
+from pipeline.runtime.launch import current_job_step
 from pipeline.training.build import build_callbacks, build_data, build_module, build_trainer
-from pipeline.training.graceful_stop import known_failures_in_one_line
+from pipeline.training.graceful_stop import rank_failures_in_one_line
 from pipeline.training.new_corpus import ensure_corpus
-from pipeline.training.out_of_memory import naming_failures
+from pipeline.training.out_of_memory import memory_failures_in_one_line
 from pipeline.training.start import Start, check_pairs, check_vocabulary, finished_reason, plan_start
 from pipeline.training.trainer import trainer_options
 
@@ -50,8 +50,8 @@ def fit(recipe: Recipe, folder: RunFolder | None, fresh: bool, init_from: Path |
 
     Raises InputError for a user's mistake, Stopped when a signal or `trainer.max_time` stopped the run.
     """
-    plan = plan_start(recipe, current_step(), fresh, init_from)
-    run, corpus, resume = plan.recipe.run_folder(), plan.recipe.corpus_folder(), plan.resume
+    plan = plan_start(recipe, current_job_step(), fresh, init_from)
+    run_folder, corpus, resume = plan.recipe.run_folder(), plan.recipe.corpus_folder(), plan.resume
     if folder is not None:  # One rank checks, so that a mistake is reported once; its exit code ends the others.
         check_start(plan, Report())
     elif plan.job is None:
@@ -71,14 +71,14 @@ def fit(recipe: Recipe, folder: RunFolder | None, fresh: bool, init_from: Path |
         for note in plan.notes:
             say(note)
         if resume is not None:
-            if reason := finished_reason(plan.recipe, run, resume.step):
-                say(f"{run}: {reason}, or use --fresh")
+            if reason := finished_reason(plan.recipe, run_folder, resume.step):
+                say(f"{run_folder}: {reason}, or use --fresh")
                 return
             say(f"resuming from {resume.path}")
         elif plan.initial is not None:
             say(f"starting from the weights and the tokenizer of {plan.initial.path}")
         train(Start(plan, folder, tokenizer, manifest, identity))
-        say(f"the run is in {run}; view it with: {SCRIPTS}tensorboard --logdir {run}")
+        say(f"the run is in {run_folder}; view it with: {SCRIPTS}tensorboard --logdir {run_folder}")
 
 
 def train(start: Start) -> None:
@@ -89,11 +89,10 @@ def train(start: Start) -> None:
     plan, recipe = start.plan, start.plan.recipe
     options = trainer_options(recipe.trainer, plan.job, recipe.run.timeout_seconds)
     allow_tf32(options)
-    run = recipe.run
-    backend = choose_backend(run.kernels, run.compile, options, recipe.network)
+    backend = choose_backend(recipe.run.kernels, recipe.run.compile, options, recipe.network)
     for line in (*backend.notes, backend.line()):
         say(line)
-    with naming_failures(recipe, start.tokenizer.vocabulary_size, options):
+    with memory_failures_in_one_line(recipe, start.tokenizer.vocabulary_size, options):
         with signals.not_recorded():  # This can take minutes and loses nothing.
             try_gpu(backend, options)
             module = build_module(recipe, start.tokenizer, backend)
@@ -103,6 +102,6 @@ def train(start: Start) -> None:
         if text_sources := data.validation_sources():
             module.report_sources(text_sources.names, torch.from_numpy(text_sources.of_pair))
         trainer = build_trainer(start, options, build_callbacks(start, data, backend))
-        with signals.keyboard_interrupt_recorded(), known_failures_in_one_line():
+        with signals.keyboard_interrupt_recorded(), rank_failures_in_one_line():
             path = plan.resume.path if plan.resume else None
             trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)

@@ -10,7 +10,7 @@ import argparse
 
 from data_module.errors import InputError
 from pipeline.commands import fit
-from pipeline.runtime.launch import RANKS_MISSING, current_step, report_mistake_to_script
+from pipeline.runtime.launch import RANKS_MISSING, current_job_step, report_mistake_to_script
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run all checks and print the results; of several ranks, only the first one prints."""
     job, wrong = None, 0
     try:
-        job = current_step()
+        job = current_job_step()
     except InputError as mistake:
         # Printed before anything that takes time: another rank that waits for this one in vain ends the step.
         print(f"WRONG {mistake}", flush=True)

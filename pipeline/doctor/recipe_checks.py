@@ -26,7 +26,7 @@ from pipeline.checkpointing.run_folder import (
 from pipeline.config.recipe import Recipe
 from pipeline.config.settings import validate_trainer_keys
 from pipeline.runtime.console import quiet_lightning, say
-from pipeline.runtime.launch import JobStep, current_step, process_rank
+from pipeline.runtime.launch import JobStep, current_job_step, process_rank
 
 LOCK_PATIENCE_SECONDS = 120
 """How long a SLURM job waits for another process that writes to its run folder."""
@@ -80,7 +80,7 @@ def checked_folder(recipe: Recipe, fresh: bool) -> Iterator[RunFolder | None]:
     Raises InputError for a user's mistake, also one found inside the context; keys have their places in the recipe.
     """
     quiet_lightning()
-    job = current_step()
+    job = current_job_step()
     with recipe.naming_places():
         validate_trainer_keys(recipe.trainer)
         if process_rank():

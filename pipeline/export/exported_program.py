@@ -91,18 +91,18 @@ class SearchStep(nn.Module):
         paths.narrow(2, start, size).copy_(own_slots.expand(paths.size(0), -1, -1))
         used = paths.narrow(2, 0, start + size)
         states = self.network.step(state.last, position, start, cache, source_mask, used)[0]
-        steps = decoding.next_log_probabilities(self.network.logits(states), self.never)
+        log_probs = decoding.next_log_probabilities(self.network.logits(states), self.never)
         forced = torch.where(position + 1 >= limits, self.eos_id, -1)
-        values, parents, last = decoding.best_continuations(steps, state.totals, forced, size)
-        is_end = last == self.eos_id
+        values, parents, added = decoding.best_continuations(log_probs, state.totals, forced, size)
+        is_end = added == self.eos_id
         answers = decoding.add_answers(
             state.answers, values, parents, is_end, torch.full_like(limits, position), options
         )
-        totals, parents, last = decoding.best_open(values.masked_fill(is_end, float("-inf")), parents, last, size)
-        row = (parents * self.vocabulary_size + last).unsqueeze(0)
+        totals, parents, added = decoding.best_open(values.masked_fill(is_end, float("-inf")), parents, added, size)
+        row = (parents * self.vocabulary_size + added).unsqueeze(0)
         history = state.history.index_copy(0, state.place.unsqueeze(0), row)
         paths = paths.gather(1, parents.unsqueeze(2).expand(-1, -1, paths.size(2)))
-        return _State(state.place + 1, totals, last, paths, history, answers, [layer[:2] for layer in cache])
+        return _State(state.place + 1, totals, added, paths, history, answers, [layer[:2] for layer in cache])
 
 
 class SearchProgram(nn.Module):
@@ -151,7 +151,7 @@ class SearchProgram(nn.Module):
             )
             history = _with_rows(history, room).index_copy(1, batch.sentences, state.history)
         lengths = decoding.answer_lengths(answers, size)
-        tokens = self._trace_back(history.narrow(0, 0, length), answers.end_places.remainder(size), lengths)
+        tokens = self._trace_back(history.narrow(0, 0, length), answers.end_codes.remainder(size), lengths)
         return tokens, lengths, answers.scores, answers.log_probabilities
 
     def _select_open(self, batch: "_Batch", state: "_State") -> tuple["_Batch", "_State"]:

@@ -120,9 +120,9 @@ def _load_onnx(bundle: Bundle, folder: Path, precision: str) -> Search:
         tokens: list[Tensor] = []
         while bool(is_open.any()):
             logits, keys, values = programs["step"](last, keys, values, *cross, mask)
-            steps = next_log_probabilities(logits.unsqueeze(1), [pad_id, bos_id, unk_id]).squeeze(1)
-            last = steps.argmax(-1).masked_fill(limits <= len(tokens) + 1, eos_id)
-            totals += steps.gather(1, last.unsqueeze(1)).squeeze(1).masked_fill(~is_open, 0.0)
+            log_probs = next_log_probabilities(logits.unsqueeze(1), [pad_id, bos_id, unk_id]).squeeze(1)
+            last = log_probs.argmax(-1).masked_fill(limits <= len(tokens) + 1, eos_id)
+            totals += log_probs.gather(1, last.unsqueeze(1)).squeeze(1).masked_fill(~is_open, 0.0)
             tokens.append(last)
             is_open &= last != eos_id
         rows = zip(torch.stack(tokens, 1).tolist(), totals.tolist(), strict=True)

@@ -190,7 +190,7 @@ class TrainingMonitor(Callback):
     ) -> None:
         """Add the step to the sums, and log them every `every_steps` steps."""
         self.clock.begin("loop_overhead")
-        sums = torch.stack([outputs[name] for name in ("smoothed", "likelihood", "correct", "tokens")])
+        sums = torch.stack([outputs[name] for name in ("smoothed", "negative_log_likelihood", "correct", "tokens")])
         self._sums = sums if self._sums is None else self._sums + sums
         self._steps += 1
         self._target_tokens += batch.num_target_tokens
@@ -218,7 +218,7 @@ class TrainingMonitor(Callback):
         self.clock.begin("loop_overhead")
         # One transfer for all values, because each transfer waits for the device.
         values = torch.stack([outputs["gradient_norm"], outputs["skipped"], outputs["skipped_in_a_row"], *total])
-        norm, skipped, in_a_row, smoothed, likelihood, correct, loss_tokens, padded, tokens, *own = values.tolist()
+        norm, skipped, in_a_row, smoothed, nll, correct, loss_tokens, padded, tokens, *own = values.tolist()
         _raise_if_diverged(trainer.global_step, int(in_a_row))
         scalars = {
             "train/learning_rate": outputs["learning_rate"],
@@ -237,8 +237,8 @@ class TrainingMonitor(Callback):
             loss_tokens /= trainer.world_size  # every rank has counted the tokens of all ranks
             scalars |= {
                 "train/loss": smoothed / loss_tokens,
-                "train/negative_log_likelihood": likelihood / loss_tokens,
-                "train/perplexity": math.exp(min(likelihood / loss_tokens, 50.0)),
+                "train/negative_log_likelihood": nll / loss_tokens,
+                "train/perplexity": math.exp(min(nll / loss_tokens, 50.0)),
                 "train/accuracy": correct / loss_tokens,
             }
             shown = {"loss": f"{smoothed / loss_tokens:.3f}", **shown}

@@ -77,7 +77,7 @@ class JobStep:
         return f"{node_name()} rank {self.rank}"
 
 
-def current_step(environment: Mapping[str, str] = os.environ) -> JobStep | None:
+def current_job_step(environment: Mapping[str, str] = os.environ) -> JobStep | None:
     """Return the step that srun started this process in; None outside a job and for a single process.
 
     A single process was started without srun, or in the terminal of `srun --pty`.

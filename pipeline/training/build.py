@@ -196,8 +196,8 @@ def build_callbacks(start: Start, data: TranslationDataModule, backend: Backend)
         callbacks.append(ResumableEarlyStopping(start, recipe.run.patience))
     if recipe.training.ema_decay is not None:
         callbacks.append(EMA(decay=recipe.training.ema_decay))
-    run, mode = recipe.run_folder(), mode_of(best_by)
-    checkpoints = CheckpointCallback(run, recipe, tokenizer, monitor.clock, mode, start.identity)
+    folder, mode = recipe.run_folder(), mode_of(best_by)
+    checkpoints = CheckpointCallback(folder, recipe, tokenizer, monitor.clock, mode, start.identity)
     limit = max_seconds(recipe.trainer.get("max_time"))
     return [*callbacks, checkpoints, GracefulStop(checkpoints, recipe.run.timeout_seconds, limit)]
 

@@ -46,7 +46,7 @@ _SUSPENDED, _NOBODY = "was suspended for", "no rank has died or hangs"
 
 
 @contextmanager
-def known_failures_in_one_line() -> Iterator[None]:
+def rank_failures_in_one_line() -> Iterator[None]:
     """Raise RendezvousError in place of a collective's error whose cause `GracefulStop` has noted.
 
     The cause is another rank, or that this process was suspended: SLURM and users do so by SIGSTOP, and all ranks then

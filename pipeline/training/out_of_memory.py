@@ -28,7 +28,7 @@ def memory_of_weights(recipe: Recipe, vocabulary_size: int, options: TrainerOpti
 
 
 @contextmanager
-def naming_failures(recipe: Recipe, vocabulary_size: int, options: TrainerOptions) -> Iterator[None]:
+def memory_failures_in_one_line(recipe: Recipe, vocabulary_size: int, options: TrainerOptions) -> Iterator[None]:
     """Raise Failure with a line for the user where memory runs out or a loader process is killed."""
     try:
         yield

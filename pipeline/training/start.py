@@ -99,33 +99,33 @@ def plan_start(recipe: Recipe, job: JobStep | None, fresh: bool, init_from: Path
     Raises InputError where the run is that of another recipe, a checkpoint in its folder is of another run or cannot be
     resumed from, the weights do not fit or would be removed, or the corpus has another vocabulary.
     """
-    run = recipe.run_folder()
-    reset = should_reset(fresh, run, job)
-    checkpoint, notes, run_id = (None, [], None) if reset else _own_checkpoints(run, recipe)
+    folder = recipe.run_folder()
+    reset = should_reset(fresh, folder, job)
+    checkpoint, notes, run_id = (None, [], None) if reset else _own_checkpoints(folder, recipe)
     if checkpoint is None:
         initial = load_initial_weights(init_from, recipe) if init_from is not None else None
-        removed = [file.parent.resolve() / file.name for file in files_of_run(run)] if reset else []
+        removed = [file.parent.resolve() / file.name for file in files_of_run(folder)] if reset else []
         if initial and followed(initial.path) in removed:
             raise InputError(f"{initial.path}: --fresh would remove it; copy it elsewhere, or give another run.folder")
         recipe = recipe.inherit_network(initial.network) if initial else recipe
         return Plan(recipe, job, reset, None, initial, tuple(notes), run_id)
     if init_from is not None:
-        notes.append(f"{run}: resuming this run; --init-from is ignored")
+        notes.append(f"{folder}: resuming this run; --init-from is ignored")
     resume = read_resume_point(checkpoint, recipe)
-    check_vocabulary(recipe, resume.tokenizer, f"the run in {run}", ", or remove that run with --fresh")
+    check_vocabulary(recipe, resume.tokenizer, f"the run in {folder}", ", or remove that run with --fresh")
     return Plan(recipe.inherit_network(resume.network), job, reset, resume, None, tuple(notes), run_id)
 
 
-def _own_checkpoints(run: Path, recipe: Recipe) -> tuple[Path | None, list[str], str | None]:
+def _own_checkpoints(folder: Path, recipe: Recipe) -> tuple[Path | None, list[str], str | None]:
     """Return the newest checkpoint of the recipe's run, notes for the user, and the run's identity; None if missing."""
-    checkpoint, damaged = latest_valid(run)
+    checkpoint, damaged = latest_valid(folder)
     notes = [f"{path}: is incomplete; skipped" for path in damaged]
-    if all_checkpoints(run):
-        changes = check_same_run(run, recipe, texts_may_change=is_corpus(recipe.corpus_folder()))
+    if all_checkpoints(folder):
+        changes = check_same_run(folder, recipe, texts_may_change=is_corpus(recipe.corpus_folder()))
         notes += [f"changed since the last start: {change}" for change in changes]
     # Rank 0 reads them all: its error ends the others.
-    members = [checkpoint] if process_rank() and checkpoint else all_checkpoints(run)
-    return checkpoint, notes, check_members(run, members, recipe)
+    members = [checkpoint] if process_rank() and checkpoint else all_checkpoints(folder)
+    return checkpoint, notes, check_members(folder, members, recipe)
 
 
 def check_vocabulary(recipe: Recipe, tokenizer: Tokenizer, owner: str, way_out: str = "") -> None:
@@ -147,13 +147,13 @@ def check_pairs(plan: Plan) -> str:
     Raises InputError if the run to resume is trained on other pairs. A checkpoint of version 1.0 or 1.1 does not say on
     which: the names of its texts may not change.
     """
-    run, pairs = plan.recipe.run_folder(), training_pairs(plan.recipe.corpus_folder())
+    folder, pairs = plan.recipe.run_folder(), training_pairs(plan.recipe.corpus_folder())
     if plan.resume is not None and plan.resume.training_pairs is None:
-        check_same_run(run, plan.recipe)
+        check_same_run(folder, plan.recipe)
     elif plan.resume is not None and plan.resume.training_pairs != pairs:
         raise InputError(
-            f"{plan.recipe.corpus.folder}: has other training pairs than those that the run in {run} is trained on; "
-            f"name the corpus.folder that has those, or train on these in another run.folder with --init-from {run}"
+            f"{plan.recipe.corpus.folder}: has other training pairs than those that the run in {folder} is trained on; "
+            f"name the corpus.folder that has those, or train on these in another run.folder with --init-from {folder}"
         )
     return pairs
 

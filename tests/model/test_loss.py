@@ -66,8 +66,8 @@ def test_equals_linear_and_cross_entropy(
     assert plain_loss(states, weight, targets, epsilon, PAD).item() == pytest.approx(expected.item(), rel=1e-12)
     for ours, theirs in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
-    likelihood = F.cross_entropy(logits, targets.flatten(), **options)
-    assert sums.negative_log_likelihood.item() == pytest.approx(likelihood.item(), rel=1e-12)
+    expected = F.cross_entropy(logits, targets.flatten(), **options)
+    assert sums.negative_log_likelihood.item() == pytest.approx(expected.item(), rel=1e-12)
     # If two classes are the most probable, either is correct.
     correct = logits.gather(1, targets.view(-1, 1)).squeeze(1) == logits.amax(-1)
     assert correct[targets.flatten() == PAD].any()

@@ -137,8 +137,8 @@ def sums_of(network: Transformer, batch: PaddedBatch, label_smoothing: float) ->
     states = PaddedTransformer(network)(batch.source, batch.target_input, batch.source_mask)
     logits, targets = network.logits(states).flatten(0, 1), batch.target_output.flatten().long()
     smoothed = cross_entropy(logits, targets, ignore_index=PAD, reduction="sum", label_smoothing=label_smoothing)
-    likelihood = cross_entropy(logits.detach(), targets, ignore_index=PAD, reduction="sum")
-    return smoothed, likelihood, int(((logits.argmax(-1) == targets) & (targets != PAD)).sum())
+    nll = cross_entropy(logits.detach(), targets, ignore_index=PAD, reduction="sum")
+    return smoothed, nll, int(((logits.argmax(-1) == targets) & (targets != PAD)).sum())
 
 
 def train_plainly(
@@ -153,7 +153,7 @@ def train_plainly(
     optimizer = torch.optim.Adam(network.parameters(), betas=(0.8, 0.95), eps=0.01)
     for number, (rate, step) in enumerate(zip(RATES, make_steps(len(RATES)), strict=True), start=1):
         sums = [sums_of(network, padded(lengths), label_smoothing=0.2) for lengths in step]
-        smoothed, likelihood, correct = map(list, zip(*sums, strict=True))
+        smoothed, nll, correct = map(list, zip(*sums, strict=True))
         assert sum(correct[:-1]) > 0  # so the last micro-batch alone gives another sum
         optimizer.zero_grad()
         (sum(smoothed) / num_target_tokens).backward()
@@ -166,7 +166,7 @@ def train_plainly(
             optimizer.step()
         output = {
             "smoothed": sum(smoothed).detach(),
-            "likelihood": sum(likelihood),
+            "negative_log_likelihood": sum(nll),
             "correct": sum(correct),
             "tokens": num_target_tokens,
             "gradient_norm": norm,
@@ -360,14 +360,14 @@ def test_validation_gives_means_over_all_target_tokens_and_those_of_each_source(
 
     expected = []
     for first in (0, 1):  # the second validation must not include the first
-        smoothed, likelihood, correct = (float(sum(column)) for column in zip(*sums[first:], strict=True))
+        smoothed, nll, correct = (float(sum(column)) for column in zip(*sums[first:], strict=True))
         total = sum(num_tokens[first:])
         assert correct > 0
         expected.append(
             {
                 "validation/loss": smoothed / total,
-                "validation/negative_log_likelihood": likelihood / total,
-                "validation/perplexity": math.exp(likelihood / total),
+                "validation/negative_log_likelihood": nll / total,
+                "validation/perplexity": math.exp(nll / total),
                 "validation/accuracy": correct / total,
                 "step": 0,
             }

@@ -33,7 +33,7 @@ from pipeline.runtime.lightning_private import disable_signal_handling
 from pipeline.runtime.signals import Stopped
 from pipeline.runtime.step_clock import StepClock
 from pipeline.training import graceful_stop
-from pipeline.training.graceful_stop import FailureReport, GracefulStop, StopConsensus, known_failures_in_one_line
+from pipeline.training.graceful_stop import FailureReport, GracefulStop, StopConsensus, rank_failures_in_one_line
 from tests.conftest import ALONE, ROOT
 
 SERVER = multiprocessing.get_context("forkserver")
@@ -371,7 +371,7 @@ def get_an_error(folder: Path, tokenizer: Path, message: str, seconds: float = 0
     real = time.monotonic
     time.monotonic = lambda: real() + seconds
     try:
-        with known_failures_in_one_line():
+        with rank_failures_in_one_line():
             try:
                 raise RuntimeError(message)
             except RuntimeError as error:

@@ -197,7 +197,7 @@ def test_a_folder_in_use_is_refused(
 def test_a_job_waits_for_its_predecessor(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: JobStep | None, slept: list[float]
 ) -> None:
-    monkeypatch.setattr(recipe_checks, "current_step", lambda: job)
+    monkeypatch.setattr(recipe_checks, "current_job_step", lambda: job)
     monkeypatch.setattr(recipe_checks, "LOCK_PATIENCE_SECONDS", 1)
     with closing(RunFolder(tmp_path / "run")):
         clock = Clock(monkeypatch)

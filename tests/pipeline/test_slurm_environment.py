@@ -19,7 +19,7 @@ from pipeline.runtime import launch
 from pipeline.runtime.launch import (
     _PLACE,
     clear_failure_count,
-    current_step,
+    current_job_step,
     main_address,
     main_ports,
     report_mistake_to_script,
@@ -39,7 +39,7 @@ TASK = {
 
 
 def test_a_task_of_a_step() -> None:
-    step = current_step({**TASK, "SLURM_RESTART_COUNT": "3", "RESTARTS_IN_JOB": "2", "SLURM_NODEID": "2"})
+    step = current_job_step({**TASK, "SLURM_RESTART_COUNT": "3", "RESTARTS_IN_JOB": "2", "SLURM_NODEID": "2"})
     assert step is not None
     assert (step.job, step.rank, step.local_rank, step.restarts) == ("7", 5, 1, 5)
     assert (step.num_tasks, step.num_nodes, step.tasks_per_node, step.node) == (6, 3, 2, 2)
@@ -51,12 +51,12 @@ def test_a_task_of_a_step() -> None:
 def test_a_step_that_is_smaller_than_its_job() -> None:
     """Tasks per node are those of the step, or those of the job if srun does not set them for the step."""
     job = {**TASK, "SLURM_TASKS_PER_NODE": "4(x2),1", "SLURM_RESTART_COUNT": "0"}
-    step = current_step(job)
+    step = current_job_step(job)
     assert step is not None
     assert (step.num_tasks, step.num_nodes, step.tasks_per_node, step.restarts) == (6, 3, 2, 0)
     del job["SLURM_STEP_TASKS_PER_NODE"]
     job["SLURM_TASKS_PER_NODE"] = "1,1(x2)"
-    step = current_step(job)
+    step = current_job_step(job)
     assert step is not None
     assert (step.num_tasks, step.num_nodes, step.tasks_per_node) == (3, 3, 1)
 
@@ -132,12 +132,12 @@ def test_a_terminal_is_no_task(tasks: tuple[str, str]) -> None:
     inside = {**TASK, "SLURM_PTY_PORT": "41353"}
     for name in ("bash", "zsh", "python3", "interactive"):
         shell = {**inside, "SLURM_JOB_NAME": name, "SLURM_TASK_PID": terminal_task}
-        assert current_step({**shell, "SLURM_NTASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}) is None
+        assert current_job_step({**shell, "SLURM_NTASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}) is None
         with pytest.raises(InputError, match=r"^the step has 6 tasks, and only this one .*; start ranks with srun"):
-            current_step(shell)
+            current_job_step(shell)
         # A step that is started from the shell, and a batch job of that name.
-        assert current_step({**inside, "SLURM_JOB_NAME": name, "SLURM_TASK_PID": plain_task}) is not None
-        assert current_step({**TASK, "SLURM_JOB_NAME": name}) is not None
+        assert current_job_step({**inside, "SLURM_JOB_NAME": name, "SLURM_TASK_PID": plain_task}) is not None
+        assert current_job_step({**TASK, "SLURM_JOB_NAME": name}) is not None
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_terminal_is_no_task(tasks: tuple[str, str]) -> None:
     ],
 )
 def test_environments_without_a_step(environment: dict[str, str]) -> None:
-    assert current_step(environment) is None
+    assert current_job_step(environment) is None
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_environments_without_a_step(environment: dict[str, str]) -> None:
 )
 def test_invalid_environments_are_refused(changed: dict[str, str], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        current_step({**TASK, **changed})
+        current_job_step({**TASK, **changed})
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_invalid_environments_are_refused(changed: dict[str, str], message: str)
 )
 def test_a_variable_that_gives_a_task_another_rank_is_refused(changed: dict[str, str], wrong: str | None) -> None:
     with pytest.raises(InputError, match=f"^{wrong}") if wrong else nullcontext():
-        assert current_step({**TASK, **changed}) is not None
+        assert current_job_step({**TASK, **changed}) is not None
 
 
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
@@ -268,7 +268,7 @@ def test_variables_that_give_a_process_another_place_are_refused(
         monkeypatch.setenv(name, value.replace("RANKS", str(tmp_path / "ranks")))
     monkeypatch.setattr(launch, "_in_terminal", lambda environment: "SLURM_PTY_PORT" in environment)
     assert launch.process_rank() == rank
-    assert current_step() is None
+    assert current_job_step() is None
     options = trainer_options({"accelerator": "cpu", "devices": devices, "precision": "32-true"})
     with pytest.raises(InputError, match=f"^{wrong}") if wrong else nullcontext():
         trainer = make_trainer(options, None, logger=False)

@@ -110,7 +110,7 @@ def test_the_loss_is_that_of_the_tokens_of_all_ranks(tmp_path: Path) -> None:
     strategy = SimpleNamespace(reduce=lambda sums, reduce_op: {"sum": 2, "mean": 1}[reduce_op] * sums)
     trainer = SimpleNamespace(global_step=1, global_rank=0, world_size=2, logger=log, strategy=strategy)
     outputs = defaultdict(lambda: torch.tensor(0.0))
-    outputs |= {"smoothed": torch.tensor(6.0), "likelihood": torch.tensor(4.0)}
+    outputs |= {"smoothed": torch.tensor(6.0), "negative_log_likelihood": torch.tensor(4.0)}
     outputs |= {"correct": torch.tensor(3.0), "tokens": torch.tensor(10.0)}
     batch = RankBatch(torch.tensor([]), [], 0, num_target_tokens=10, epoch=0, index=0, num_batches=1)
     monitor = TrainingMonitor(1)
