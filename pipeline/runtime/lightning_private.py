@@ -26,6 +26,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
+# Lightning sets it when it is imported. `torch.cuda.is_available` then only counts GPUs, also where the driver is too
+# old for them, and PyTorch raises its error later, even in training on the CPU.
+os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
+
 
 def disable_signal_handling(trainer: Trainer) -> None:
     """Stop Lightning from handling SIGTERM and SIGUSR1.

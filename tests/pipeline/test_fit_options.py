@@ -92,6 +92,7 @@ def test_float16_uses_no_grad_scaler() -> None:
 
 
 def test_unusable_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ  # It would make every counted GPU available.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)  # as counted by a driver that is too old
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for options in ({}, {"accelerator": "gpu"}):
