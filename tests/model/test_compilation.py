@@ -12,7 +12,7 @@ import model.packed_attention
 from data_module.batch import PackedBatch
 from model.backend import Backend
 from model.dropout import Dropout
-from model.fast.compilation import CompiledForward, compiled_chunk_terms
+from model.fast.compilation import CompiledForward, chunk_terms, compiled_chunk_terms
 from model.packed_attention import FLASH_ATTENTION
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import TranslationModule
@@ -110,7 +110,7 @@ def test_a_compiled_step_is_the_eager_one_and_validation_compiles_nothing() -> N
 
 
 def test_training_alone_runs_compiled_code() -> None:
-    """Calls of the compiled network are counted; the plain one stands in for it."""
+    """Calls of the compiled network and of the compiled loss are counted; the plain ones stand in for them."""
     calls: list[tuple[object, ...]] = []
     lengths = [(7, 7), (7, 6), (6, 7)]
     [batch] = packed([lengths]).micro_batches
@@ -120,8 +120,12 @@ def test_training_alone_runs_compiled_code() -> None:
         if compiled:
             plain = made.network.rows
             made.compiled_forward = lambda *given, plain=plain: calls.append(given) or plain(*given)
-        torch.testing.assert_close(made.train().losses(batch), made.eval().losses(padded(lengths)))
-        assert len(calls) == 1  # from the training pass of the compiled module
+            terms = lambda *given: calls.append(given) or chunk_terms(*given)  # noqa: E731
+            made.backend = replace(made.backend, chunk_terms=terms)
+        trained = made.train().losses(batch)
+        with torch.no_grad():
+            torch.testing.assert_close(trained, made.eval().losses(padded(lengths)))
+        assert len(calls) == 2  # both from the training pass of the compiled module
 
 
 def test_dropout_that_is_compiled_or_scripted_is_pytorchs() -> None:

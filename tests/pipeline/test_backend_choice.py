@@ -150,8 +150,9 @@ def test_when_to_compile(gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return choose_backend("pytorch", compiles, {"accelerator": accelerator, "precision": "bf16-mixed"}, NETWORK)
 
     assert not chosen(None, "cpu").compiled
-    assert chosen(None, "auto").compiled
-    assert not chosen(False, "auto").compiled
+    for compiles in (None, False):  # both the network and the loss
+        backend = chosen(compiles, "auto")
+        assert [backend.compiled is None, backend.chunk_terms is None] == 2 * [compiles is False]
     for variable in ("CC", "CXX"):
         gpu.delenv(variable, raising=False)
     gpu.setenv("PATH", "")

@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import inspect
 import multiprocessing
 import os
 import re
@@ -13,10 +14,12 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch._inductor.exc import InductorError
 
 from data_module.batch import SpecialIds
 from data_module.errors import InputError
@@ -144,6 +147,27 @@ def test_a_part_that_runs_out_of_memory(tiny_corpus: Path, monkeypatch: pytest.M
             "micro-batches of 512 tokens a side do not fit (DefaultCPUAllocator: can't allocate memory: you tried 9"
         )
         assert f"{problem} bytes); {way_out}" in str(refused.value)
+
+
+def test_memory_that_runs_out_in_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor raises its own error in place of PyTorch's. A GPU as far as PyTorch is asked about it."""
+    found = {"mem_get_info": (6 * 10**9, 8 * 10**9), "memory_reserved": 0, "memory_allocated": 10**9}
+    for name, value in found.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    probe = MemoryProbe(SimpleNamespace(longest=10))
+    probe._tokens = 1000
+    module = SimpleNamespace(device=torch.device("cuda"), compiled_forward=len)
+    for text, expected in (
+        (
+            "CUDA out of memory. Tried to allocate 2 GiB",
+            (InputError, r"GPU \(of 8 GB\) has 6\.0; set it to 400 or less"),
+        ),
+        ("no such instruction", (InductorError, "RuntimeError: no such instruction")),
+    ):
+        steps = Mock(side_effect=InductorError(RuntimeError(text), inspect.currentframe()))
+        monkeypatch.setattr(probe, "_steps", steps)
+        with pytest.raises(expected[0], match=expected[1]):
+            probe._on_gpu(SimpleNamespace(), module)
 
 
 def test_the_probe_takes_the_share_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
