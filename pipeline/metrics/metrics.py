@@ -19,7 +19,7 @@ from data_module.system.files import PlainValues
 from data_module.tokenization.tokenizer import normal_form
 from pipeline.config.settings import LIKELIHOOD
 from pipeline.metrics.bleu_tokenizer import DEFAULT, language_code
-from pipeline.metrics.private import chrf_score, chrf_statistics
+from pipeline.metrics.private import chrf_score, sentence_statistics
 
 RESAMPLES, SEED = 1000, 12345
 """Number of bootstrap resamples and seed of their generator: sacreBLEU's defaults, which give its intervals."""
@@ -84,8 +84,7 @@ class Bleu(_OfSacreBleu):
 
     def statistics(self, hypothesis: str, *references: str) -> list[int]:
         """Return a sentence's counts."""
-        result = self._metric.corpus_score([hypothesis], [[one] for one in references])
-        return [result.sys_len, result.ref_len, *result.counts, *result.totals]
+        return sentence_statistics(self._metric, hypothesis, *references)
 
     def score(self, statistics: Any) -> float:
         """Return BLEU in percent."""
@@ -106,8 +105,8 @@ class ChrF(_OfSacreBleu):
         super().__init__(sacrebleu.CHRF(word_order=word_order))
 
     def statistics(self, hypothesis: str, *references: str) -> list[int]:
-        """Return a sentence's counts; see `chrf_statistics`."""
-        return chrf_statistics(self._metric, hypothesis, *references)
+        """Return a sentence's counts; see `sentence_statistics`."""
+        return sentence_statistics(self._metric, hypothesis, *references)
 
     def score(self, statistics: Any) -> float:
         """Return chrF in percent."""

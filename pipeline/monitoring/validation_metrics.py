@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 import torchmetrics
 from torch import Tensor
@@ -52,21 +53,20 @@ class ValidationMetrics(torchmetrics.Metric):
 
         `pieces` are the ids of each translation, without special ones; `source_lengths` are in pieces.
         """
-        # Sum on the CPU, and move the sums once per update.
-        sums = {name: torch.zeros_like(self._sum(name), device="cpu") for name in self._metrics}
-        repeated = torch.zeros_like(self.repeated, device="cpu")
+        rows = list(zip(hypotheses, references, pieces, source_lengths, strict=True))
         self.sentence_scores = []
-        for hypothesis, reference, ids, length in zip(hypotheses, references, pieces, source_lengths, strict=True):
-            bucket = sum(length > bound for bound in LENGTHS)
-            for name, metric in self._metrics.items():
-                counts = metric.statistics(hypothesis, reference)
-                sums[name][source, bucket] += torch.tensor(counts)
-                if name == "chrf":
-                    self.sentence_scores.append(float(metric.score(counts)))
-            repeated += torch.tensor(_repetitions(ids))
-        for name, added in sums.items():
-            self._sum(name).add_(added.to(self._sum(name).device))
-        self.repeated += repeated.to(self.repeated.device)
+        if not rows:
+            return
+        buckets = [sum(length > bound for bound in LENGTHS) for *_, length in rows]
+        for name, metric in self._metrics.items():
+            counts = [metric.statistics(hypothesis, reference) for hypothesis, reference, *_ in rows]
+            # Sum on the CPU, and move the sums once per update.
+            sums = torch.zeros_like(self._sum(name), device="cpu")
+            np.add.at(sums[source].numpy(), buckets, counts)
+            self._sum(name).add_(sums.to(self._sum(name).device))
+            if name == "chrf":
+                self.sentence_scores = [float(metric.score(of_sentence)) for of_sentence in counts]
+        self.repeated += torch.tensor([_repetitions(ids) for ids in pieces]).sum(0).to(self.repeated.device)
 
     def compute(self) -> dict[str, float]:
         """Return `validation/<name>` for each metric, BLEU by source length, and ratios.
