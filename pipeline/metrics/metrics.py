@@ -72,6 +72,10 @@ class _OfSacreBleu:
         """Return sacreBLEU's signature."""
         return str(self._metric.get_signature())
 
+    def statistics(self, hypothesis: str, *references: str) -> list[int]:
+        """Return a sentence's counts; see `sentence_statistics`."""
+        return sentence_statistics(self._metric, hypothesis, *references)
+
 
 class Bleu(_OfSacreBleu):
     """BLEU.
@@ -81,10 +85,6 @@ class Bleu(_OfSacreBleu):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(sacrebleu.BLEU(**options))
-
-    def statistics(self, hypothesis: str, *references: str) -> list[int]:
-        """Return a sentence's counts."""
-        return sentence_statistics(self._metric, hypothesis, *references)
 
     def score(self, statistics: Any) -> float:
         """Return BLEU in percent."""
@@ -103,10 +103,6 @@ class ChrF(_OfSacreBleu):
 
     def __init__(self, word_order: int = 0) -> None:
         super().__init__(sacrebleu.CHRF(word_order=word_order))
-
-    def statistics(self, hypothesis: str, *references: str) -> list[int]:
-        """Return a sentence's counts; see `sentence_statistics`."""
-        return sentence_statistics(self._metric, hypothesis, *references)
 
     def score(self, statistics: Any) -> float:
         """Return chrF in percent."""
