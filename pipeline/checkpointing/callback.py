@@ -225,8 +225,6 @@ class EMA(WeightAveragingBase):
         """After each step the average becomes `decay * average + (1 - decay) * weights`."""
         super().__init__()
         self._update = get_ema_multi_avg_fn(decay)
-        self._latest_step = 0
-        """The optimizer step after which the average was updated last; 0 before the first update."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Create the average on the device and in the precision that the weights will have."""
@@ -236,24 +234,16 @@ class EMA(WeightAveragingBase):
     @torch.no_grad()
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         """Update the average; the first update copies the weights."""
-        if trainer.global_step <= self._latest_step:
+        if trainer.global_step <= self._latest_update_step:
             return
         average: list[Tensor] = list(self.average.module.parameters())
         weights: list[Tensor] = list(pl_module.parameters())
-        if self._latest_step == 0:
+        if self._latest_update_step == 0:
             copy_all(average, weights)
         else:
             self._update(average, weights, self.average.n_averaged)
         self.average.n_averaged += 1
-        self._latest_step = trainer.global_step
-
-    def state_dict(self) -> PlainValues:
-        """Return the state that a resumed run continues with."""
-        return {"latest_update_step": self._latest_step}
-
-    def load_state_dict(self, state_dict: PlainValues) -> None:
-        """Restore the callback's state."""
-        self._latest_step = state_dict["latest_update_step"]
+        self._latest_update_step = trainer.global_step
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: PlainValues) -> None:
         """Save the average as `state_dict` and the weights as `current_model_state`, also during a validation."""

@@ -92,7 +92,7 @@ class Checkpoint:
         """
         num_pieces = self.tokenizer.vocabulary_size
         try:
-            with NoInitialValues(self.weights):
+            with NoInitialValues():
                 network = Transformer(num_pieces, self.recipe.network)
             network.load_state_dict(self.weights)
         except ValueError as error:  # a norm or an activation that is not registered
@@ -261,14 +261,7 @@ class NoInitialValues(TorchFunctionMode):
     """Leaves new weights uninitialized, because those of a checkpoint replace them.
 
     The meta device would do the same, but the first operation on it imports torch.compile, which takes a second.
-    Raises RuntimeError if the network has many more weights than the checkpoint.
     """
-
-    def __init__(self, weights: dict[str, Tensor]) -> None:
-        super().__init__()
-        # A custom part of a network may create tensors that are not stored.
-        self._tensors = 2 * len(weights) + 1000
-        self._elements = 2 * sum(weight.numel() for weight in weights.values()) + 10**8
 
     def __torch_function__(
         self,
@@ -277,16 +270,9 @@ class NoInitialValues(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: PlainValues | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
         if getattr(func, "__module__", None) == "torch.nn.init" or func in (Tensor.normal_, Tensor.uniform_):
-            return kwargs["tensor"] if "tensor" in kwargs else args[0]
-        made = func(*args, **kwargs)
-        if func in (torch.empty, torch.zeros, torch.ones):
-            self._tensors -= 1
-            self._elements -= made.numel()
-            if min(self._tensors, self._elements) < 0:
-                raise RuntimeError("the settings are those of a larger network")
-        return made
+            return kwargs["tensor"] if kwargs and "tensor" in kwargs else args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def average(paths: list[Path], read: Callable[[Path], Checkpoint] = read_checkpoint) -> PlainValues:

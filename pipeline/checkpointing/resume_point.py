@@ -127,7 +127,7 @@ def _unfit(checkpoint: Checkpoint, recipe: Recipe) -> str:
     if recipe.training.ema_decay is not None:
         states.append("current_model_state")
     try:
-        with NoInitialValues(checkpoint.weights):
+        with NoInitialValues():
             network = Transformer(checkpoint.tokenizer.vocabulary_size, settings)
         shapes = {f"{PREFIX}{name}": weight.shape for name, weight in network.state_dict().items()}
         if any({name: weight.shape for name, weight in contents[state].items()} != shapes for state in states):

@@ -10,7 +10,7 @@ import resource
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
@@ -86,9 +86,6 @@ def network(**settings: object) -> Damage:
 WEIGHT, TRANSLATION = ("state_dict", "network.embedding.weight"), "translation"
 UNREADABLE = "cannot be read as a checkpoint"
 CHECKPOINTS: dict[str, tuple[Damage, str]] = {
-    "stride 0": (put(*WEIGHT, value=torch.ones(1).expand(1 << 20, 1 << 16)), UNREADABLE),
-    "10 ** 4 layers": (network(num_layers=10**4), "its weights do not match its own settings"),
-    "10 ** 4 narrow layers": (network(num_encoder_layers=10**4, d_model=2), "do not match its own settings"),
     "10 ** 7 layers": (network(num_layers=10**7), "network.num_layers 10000000 is not 10,000 or less"),
     "a wide network": (network(d_model=10**6), "do not match its own settings"),
     "many positions": (network(learned_positions=True, max_positions=10**12), "do not match its own settings"),
@@ -208,8 +205,8 @@ def storage(size: int, key: bytes = text("0"), more: bytes = b"") -> bytes:
     return b"(" + text("storage") + b"ctorch\nFloatStorage\n" + key + text("cpu") + number + more + b"tQ"
 
 
-def tensor(stored: bytes, shape: bytes, strides: bytes, hooks: bytes = b"") -> bytes:
-    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + stored + b"K\0" + shape + strides + b"\x89" + EMPTY + hooks + b"tR"
+def tensor(stored: bytes, shape: bytes, strides: bytes) -> bytes:
+    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + stored + b"K\0" + shape + strides + b"\x89" + EMPTY + b"tR"
 
 
 EMPTY = b"ccollections\nOrderedDict\n)R"
@@ -236,18 +233,8 @@ PICKLES: dict[str, bytes] = {
     "a nested key of a storage": tensor(storage(1, key=TWICE), b"K\1\x85", b"K\1\x85"),
     "attributes in place of methods": EMPTY + b"}" + text("items") + b"ccollections\nOrderedDict\nsb",
     "attributes of a tensor": tensor(storage(1), b"K\1\x85", b"K\1\x85") + b"}b",
-    "a tensor with a hook": tensor(storage(1), b"K\1\x85", b"K\1\x85", b"K\0" + EMPTY + b"s"),
-    "a tensor beyond its storage": tensor(storage(1), LARGE + b"\x85", b"K\1\x85"),
-    "a tensor with a number too many": tensor(storage(1), b"K\2\x85", b"K\1\x85"),
-    "a tensor that ends beyond its storage": tensor(storage(2), b"K\2\x85", LARGE + b"\x85"),
-    "a tensor of one number, repeated": tensor(storage(1), LARGE + b"\x85", b"K\0\x85"),
-    "a tensor of a shape of tuples": tensor(storage(1), TWICE + b"\x85", b"K\1\x85"),
-    "a tensor of no storage": tensor(b"}", b"K\1\x85", b"K\1\x85"),
     "a call of what a call returned": EMPTY + b")R",
     "text longer than the file": b"X\xff\xff\xff\xff",
-    "one value in 2 ** 60 places": b"]q\0" + 60 * b"h\0\x86q\0",
-    "a list in itself": b"]q\0h\0a",
-    "100,000 lists, one in another": 100_000 * b"]" + 99_999 * b"a",
 }
 """Pickles, without their first and last bytes."""
 
@@ -265,7 +252,6 @@ def write_archive(path: Path, body: bytes) -> None:
 def write_legacy(path: Path, body: bytes, keys: bytes = b"]") -> None:
     """As PyTorch before 1.6: a number, a version, the sizes of types, the values, keys of storages, and the storages.
 
-    What is in the file of a storage without a key is not compared with its size.
     """
     first = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2) + pickle.dumps({}, 2)
     path.write_bytes(first + pickled(body) + pickled(keys) + (1).to_bytes(8, "little") + bytes(4))
@@ -294,20 +280,12 @@ def test_a_crafted_pickle(no_weights: Path, tmp_path: Path, name: str) -> None:
 
 
 def test_a_crafted_file_of_an_old_version(no_weights: Path) -> None:
-    """PyTorch takes memory for what the file says to hold, enlarges it for a tensor, and hashes keys of storages."""
+    """PyTorch hashes keys of storages, and what is in the place of one."""
     weights, one = no_weights / "pytorch_model.bin", b"K\1\x85"
-    key = b"]" + text("0") + b"a"
-    whole, large, below = (tensor(storage(size, more=b"N"), one, one) for size in (1, 10**8, -1))
-    write_legacy(weights, whole, key)
+    whole = tensor(storage(1, more=b"N"), one, one)
+    write_legacy(weights, whole, b"]" + text("0") + b"a")
     assert load_weights_only(weights).tolist() == [0.0]
-    for body, keys in (
-        (large, b"]"),
-        (b"](" + large + whole + b"e", b"]"),
-        (b"](" + large + tensor(storage(-(10**8), text("1"), b"N"), one, one) + b"e", b"]"),
-        (below, b"]"),
-        (whole, b"]" + TWICE + b"a"),
-        (tensor(storage(1, more=TWICE), one, one), b"]"),
-    ):
+    for body, keys in ((whole, b"]" + TWICE + b"a"), (tensor(storage(1, more=TWICE), one, one), b"]")):
         write_legacy(weights, body, keys)
         with limited_memory(), pytest.raises(InputError, match=rf"^{weights}: cannot be read as weights"):
             load_marian(no_weights)
@@ -341,14 +319,6 @@ def test_what_torch_save_writes_is_read(tmp_path: Path, name: str, protocol: int
     read = load_weights_only(path)
     assert str(read) == str(SAVED[name])
     assert type(read) is type(SAVED[name])
-
-
-def test_weights_in_many_places(tmp_path: Path) -> None:
-    """Tied weights are read, but not more of them than a network has."""
-    for count in (4, 100_000):
-        torch.save(count * [TIED], tmp_path / "saved")
-        with nullcontext() if count == 4 else pytest.raises(ValueError, match="its values are too many"):
-            assert len(load_weights_only(tmp_path / "saved")) == 4
 
 
 def test_settings_of_other_versions_are_completed_or_left_out(whole: Path, tmp_path: Path) -> None:
