@@ -4,7 +4,6 @@ Figures are drawn with the Agg canvas, without pyplot: threads may draw at the s
 """
 
 from collections.abc import Sequence
-from functools import cache
 from itertools import product
 from math import ceil
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties, fontManager, get_font
+from matplotlib.font_manager import FontProperties, findfont, get_font
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -43,29 +42,27 @@ class Labels(NamedTuple):
     by_axis: dict[str, list[str]]
     """For "source", "next" and "previous", the names in `AXES`."""
     note: str
-    """One line about pieces that are shown as numbers because no font can draw them; empty if all can be drawn."""
-    families: list[str]
-    """Families of fonts that together have glyphs for all labels."""
+    """One line about pieces that are shown as numbers because the font cannot draw them; empty if it draws all."""
 
 
 def axis_labels(source: list[str], target: list[str], bos: str, eos: str) -> Labels:
     """Return the labels of a pair's pieces, with the begin and end symbols.
 
-    If no font has a glyph for a character of a side, the pieces of that side are numbered from 1.
+    If the font has no glyph for a character of a side, the pieces of that side are numbered from 1.
     """
+    glyphs = get_font(findfont(_FONT)).get_charmap()
     shown, lacking = {"source": source, "target": target}, {}
     for side, pieces in (("source", source), ("target", target)):
-        if without := {character for character in "".join(pieces) if not _family(character)}:
+        if without := {character for character in "".join(pieces) if ord(character) not in glyphs}:
             lacking[side] = without
             shown[side] = [str(number) for number in range(1, len(pieces) + 1)]
     note = ""
     if lacking:
         characters = first_of([f"U+{ord(one):04X}" for one in sorted(set.union(*lacking.values()))], 4, ", ")
-        note = f"{' and '.join(lacking)} pieces are numbered: no font has glyphs for {characters}"
+        note = f"{' and '.join(lacking)} pieces are numbered: {_FONT} has no glyphs for {characters}"
     source_labels, target_labels = shown.values()
     by_axis = {"source": [*source_labels, eos], "next": [*target_labels, eos], "previous": [bos, *target_labels]}
-    others = {_family(character) or _FONT for character in "".join([*source, *target])} - {_FONT}
-    return Labels(by_axis, note, [_FONT, *sorted(others)])
+    return Labels(by_axis, note)
 
 
 def draw_attention(
@@ -83,7 +80,7 @@ def draw_attention(
     """
     description, *names = AXES[kind]
     rows, columns = ([one if len(one) < 15 else one[:13] + "…" for one in labels.by_axis[name]] for name in names)
-    left_margin, top_margin = _longest(rows, labels.families), 70 + _longest(columns, labels.families)
+    left_margin, top_margin = _longest(rows), 70 + _longest(columns)
     right, down = CELL_SIZE * len(columns), CELL_SIZE * len(rows)
     per_line, num_panels = min(PANELS_PER_LINE, len(heads)), len(layers) * len(heads)
     # A panel's place, with the space to the next one. A caption may be wider than its cells.
@@ -93,7 +90,7 @@ def draw_attention(
     figure = Figure((width / _DPI, height / _DPI), dpi=_DPI, facecolor="white")
     title = f"{kind} attention{subject}\n{description}\n{labels.note}"
     figure.text(8 / width, 1 - 8 / height, title, va="top", fontsize=8, parse_math=False)
-    style: dict[str, Any] = {"fontsize": _LABELS, "family": labels.families, "parse_math": False, "usetex": False}
+    style: dict[str, Any] = {"fontsize": _LABELS, "family": _FONT, "parse_math": False, "usetex": False}
     for index, (layer, head) in enumerate(product(layers, heads)):
         line, column = divmod(index, per_line)
         left, lower = left_margin + column * panel_width, height - top_margin - line * panel_height - down
@@ -112,9 +109,9 @@ def draw_attention(
     return image
 
 
-def _longest(texts: list[str], families: list[str]) -> int:
+def _longest(texts: list[str]) -> int:
     """Return the pixels that the longest of some labels takes, with the space around it."""
-    renderer, font = FigureCanvasAgg(Figure(dpi=_DPI)).get_renderer(), FontProperties(family=families, size=_LABELS)
+    renderer, font = FigureCanvasAgg(Figure(dpi=_DPI)).get_renderer(), FontProperties(family=_FONT, size=_LABELS)
     return 16 + max(ceil(renderer.get_text_width_height_descent(text, font, ismath=False)[0]) for text in texts)
 
 
@@ -125,26 +122,6 @@ def draw_matrix(title: str, values: NDArray[np.float32], row_axis: str, column_a
     colors = LinearSegmentedColormap.from_list("red to blue", ["#a01414", "white", "#083078"])
     axes.imshow(values, colors, vmin=-1, vmax=1, interpolation="nearest", aspect="auto")
     return _draw(figure).quantize(128, dither=Image.Dither.NONE)
-
-
-@cache
-def _family(character: str) -> str | None:
-    """Return the family of fonts that draws a character; None if no font has a glyph."""
-    # Other fonts have glyphs of their own for control characters and for private use.
-    others = sorted(fontManager.get_font_names()) if character.isprintable() else []
-    return next((family for family in [_FONT, *others] if ord(character) in _glyphs(family)), None)
-
-
-@cache
-def _glyphs(family: str) -> frozenset[int]:
-    """Return the code points for which a family's font has glyphs."""
-    if family.startswith("Last Resort"):  # draws the same box for all characters of a script
-        return frozenset()
-    try:
-        # A bold or narrow font of a family may have more glyphs than this one, with which matplotlib draws.
-        return frozenset(get_font(fontManager.findfont(FontProperties(family=[family]))).get_charmap())
-    except (OSError, RuntimeError, ValueError):  # The font is gone or damaged.
-        return frozenset()
 
 
 def _draw(figure: Figure) -> Image.Image:

@@ -32,7 +32,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor
-from torch.utils.tensorboard.summary import custom_scalars, hparams, text
+from torch.utils.tensorboard.summary import hparams, text
 
 from data_module.system.files import atomic_file, json_object, open_in_place
 from pipeline.checkpointing.run_folder import EVENT_FILES, EVENTS, METRICS, SUMMARY
@@ -99,14 +99,6 @@ class RunLog(Logger):
         """
         plain = {name: value if isinstance(value, int | float | str) else str(value) for name, value in values.items()}
         self._add(list(hparams(plain, dict.fromkeys(metrics, 0.0))), step)
-
-    def add_layout(self, layout: dict[str, dict[str, list[str]]], step: int) -> None:
-        """Write the layout of the Custom Scalars tab: category -> chart -> patterns of tags."""
-        charts_of = {
-            category: {chart: ["Multiline", tags] for chart, tags in charts.items()}
-            for category, charts in layout.items()
-        }
-        self._add([custom_scalars(charts_of)], step)
 
     def write(self, name: str, contents: bytes) -> None:
         """Write or replace a file of the run folder, atomically."""

@@ -13,7 +13,7 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from data_module.corpus.manifest import Manifest, split_sources
+from data_module.corpus.manifest import Manifest
 from data_module.system.files import PlainValues
 from pipeline.checkpointing.run_folder import STARTS, SUMMARY, read_metrics
 from pipeline.config.recipe import Recipe
@@ -34,30 +34,6 @@ COMPARED_METRICS = (
 """Metrics of the HParams tab, after that of `run.best_by`."""
 _HYPERPARAMETER_SECTIONS = {"network": (), "training": (), "batches": ("workers", "max_tokens_per_device")}
 """Section of a recipe -> settings that are not hyperparameters, because they do not change the result."""
-LAYOUT = {
-    "Learning": {
-        "loss": ["^train/loss$", "^validation/loss$"],
-        "negative log-likelihood": ["^train/negative_log_likelihood$", "^validation/negative_log_likelihood$"],
-        "accuracy": ["^train/accuracy$", "^validation/accuracy$"],
-        "BLEU, chrF and exact match": ["^validation/bleu$", "^validation/chrf$", "^validation/exact_match$"],
-        "BLEU by source length": ["^validation_bleu_by_length/"],
-        "length ratio and repetition": ["^validation/length_ratio$", "^validation/repetition$"],
-    },
-    "Performance": {
-        "target tokens per second": ["^train_perf/target_tokens_per_second$"],
-        "seconds per step": ["^train_perf/step_seconds"],
-        "goodput, MFU and padding": ["^train_perf/goodput$", "^train_perf/mfu$", "^train_perf/padding_share$"],
-        "slowest rank over the median rank": ["^train_perf/slowest_rank_over_median$"],
-    },
-}
-"""Layout of the Custom Scalars tab: category -> chart -> patterns of its curves."""
-_BY_SOURCE = {
-    "loss by source": ["^validation/loss/"],
-    "negative log-likelihood by source": ["^validation/negative_log_likelihood/"],
-    "BLEU by source": ["^validation/bleu/"],
-    "chrF by source": ["^validation/chrf/"],
-}
-"""Further charts of "Learning", if the validation text has several sources."""
 
 
 class RunMetadata(Callback):
@@ -98,10 +74,8 @@ class RunMetadata(Callback):
             log.add_text(f"run/{name}", page, trainer.global_step + 1)
         best_by = self._recipe.run.best_by
         compared = list(dict.fromkeys([best_tag(best_by), validation_tag(best_by), *COMPARED_METRICS]))
-        by_source = _BY_SOURCE if split_sources(self._manifest["validation"]) else {}
         # Always at step 0: of several records, TensorBoard shows the first one that it finds.
         log.add_hyperparameters(self._hyperparameters(), compared, 0)
-        log.add_layout({**LAYOUT, "Learning": {**LAYOUT["Learning"], **by_source}}, 0)
 
     def _hyperparameters(self) -> dict[str, object]:
         sections = self._recipe.as_dict()

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 import torchmetrics
 from torch import Tensor
@@ -11,8 +10,6 @@ from pipeline.config.settings import validation_tag
 from pipeline.metrics import metrics
 from pipeline.metrics.bleu_tokenizer import DEFAULT
 
-LENGTHS = (10, 20, 30, 40, 60)
-"""Upper bounds of the source-length buckets, in pieces; longer sources belong to one more bucket."""
 NUM_TRANSLATED = "validation/sentences"
 """Tag of the number of translated sentences, which is logged if some are not translated."""
 REPEATED = 4
@@ -37,63 +34,45 @@ class ValidationMetrics(torchmetrics.Metric):
         self.sentence_scores: list[float] = []
         """chrF of each translation of the last update."""
         for name, metric in self._metrics.items():
-            shape = (max(1, len(sources)), len(LENGTHS) + 1, len(metric.statistics("", "")))
-            self.add_state(_state(name), torch.zeros(shape, dtype=torch.int64), dist_reduce_fx="sum")
+            sums = torch.zeros(max(1, len(sources)), len(metric.statistics("", "")), dtype=torch.int64)
+            self.add_state(_state(name), sums, dist_reduce_fx="sum")
         self.add_state("repeated", torch.zeros(2, dtype=torch.int64), dist_reduce_fx="sum")
 
-    def update(
-        self,
-        hypotheses: list[str],
-        references: list[str],
-        pieces: list[list[int]],
-        source_lengths: list[int],
-        source: int = 0,
-    ) -> None:
+    def update(self, hypotheses: list[str], references: list[str], pieces: list[list[int]], source: int = 0) -> None:
         """Add translations, all of one text source (an index into `sources`), to the sums.
 
-        `pieces` are the ids of each translation, without special ones; `source_lengths` are in pieces.
+        `pieces` are the ids of each translation, without special ones.
         """
-        rows = list(zip(hypotheses, references, pieces, source_lengths, strict=True))
+        rows = list(zip(hypotheses, references, pieces, strict=True))
         self.sentence_scores = []
         if not rows:
             return
-        buckets = [sum(length > bound for bound in LENGTHS) for *_, length in rows]
         for name, metric in self._metrics.items():
-            counts = [metric.statistics(hypothesis, reference) for hypothesis, reference, *_ in rows]
+            counts = [metric.statistics(hypothesis, reference) for hypothesis, reference, _ in rows]
             # Sum on the CPU, and move the sums once per update.
-            sums = torch.zeros_like(self._sum(name), device="cpu")
-            np.add.at(sums[source].numpy(), buckets, counts)
-            self._sum(name).add_(sums.to(self._sum(name).device))
+            self._sum(name)[source] += torch.tensor(counts, dtype=torch.int64).sum(0).to(self.repeated.device)
             if name == "chrf":
                 self.sentence_scores = [float(metric.score(of_sentence)) for of_sentence in counts]
         self.repeated += torch.tensor([_repetitions(ids) for ids in pieces]).sum(0).to(self.repeated.device)
 
     def compute(self) -> dict[str, float]:
-        """Return `validation/<name>` for each metric, BLEU by source length, and ratios.
+        """Return `validation/<name>` for each metric, and ratios.
 
-        With sources, also `validation/<name>/<source>`. BLEU, chrF and exact match are in percent. Buckets
-        and sources without a sentence are left out.
+        With sources, also `validation/<name>/<source>`. BLEU, chrF and exact match are in percent. Sources without a
+        sentence are left out.
         """
-        totals = {name: self._sum(name).sum((0, 1)).tolist() for name in self._metrics}
+        totals = {name: self._sum(name).sum(0).tolist() for name in self._metrics}
         hypothesis_length, reference_length = totals["bleu"][:2]
         repeated, runs = self.repeated.tolist()
-        bounds = zip((1, *(bound + 1 for bound in LENGTHS)), (*LENGTHS, None), strict=True)
-        buckets = [f"{low:02}-{high:02}" if high else f"{low:02}-" for low, high in bounds]
         return {
             **{f"validation/{name}": float(metric.score(totals[name])) for name, metric in self._metrics.items()},
             "validation/length_ratio": hypothesis_length / max(reference_length, 1),
             "validation/repetition": repeated / max(runs, 1),
             **{
-                f"validation_bleu_by_length/{bucket}_pieces": self._metrics["bleu"].score(row)
-                for bucket, row in zip(buckets, self._sum("bleu").sum(0).tolist(), strict=True)
-                if row[1]
-            },
-            **{
-                f"validation/{name}/{source}": float(metric.score(row))
+                f"validation/{name}/{source}": float(metric.score(self._sum(name)[index].tolist()))
                 for name, metric in self._metrics.items()
                 for index, source in enumerate(self._sources)
-                if self._sum("bleu")[index, :, 1].any()
-                for row in [self._sum(name)[index].sum(0).tolist()]
+                if self._sum("bleu")[index, 1]
             },
         }
 
@@ -102,7 +81,7 @@ class ValidationMetrics(torchmetrics.Metric):
         return "; ".join(f"{metrics.title(name)} {metric.signature()}" for name, metric in self._metrics.items())
 
     def _sum(self, name: str) -> Tensor:
-        """Return a metric's summed statistics by text source and source length [sources, buckets, statistics]."""
+        """Return a metric's summed statistics by text source [sources, statistics]."""
         return getattr(self, _state(name))
 
 

@@ -1,6 +1,5 @@
-"""Scores the translations of a validation, and logs tables of source, reference and translation."""
+"""Scores the translations of a validation, and logs a table of source, reference and translation."""
 
-import heapq
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from pipeline.monitoring.run_log import RunLog, table
 from pipeline.monitoring.validation_metrics import NUM_TRANSLATED, ValidationMetrics, best_tag, quality
 from pipeline.ranks.rank_messages import value_of_each_rank
 
-NUM_SAMPLES, NUM_WORST, NUM_LONGEST = 12, 6, 4
+NUM_SAMPLES = 12
 _COLUMN_PADDING = 40 * "\u00a0"
 """Keeps TensorBoard from making the first column too narrow for its numbers."""
 
@@ -38,10 +37,10 @@ class ScoredTranslation(NamedTuple):
 
 
 class ValidationSamples(Callback):
-    """Scores the validation's translations against the raw references, and logs tables of translations.
+    """Scores the validation's translations against the raw references, and logs a table of translations.
 
-    The tables show samples that are spread evenly over the text and the longest sentences, which are the same at each
-    validation, and the translations with the lowest chrF. If nothing is translated, there are no scores and tables.
+    The table shows samples that are spread evenly over the text, the same at each validation. If nothing is translated,
+    there are no scores and no table.
 
     With `text_sources`, each source is scored separately too. The best value of `best_by` so far is logged.
     `translated` are the pairs whose sources are translated, all if None. See `metrics_on` for `requested`.
@@ -59,17 +58,14 @@ class ValidationSamples(Callback):
         requested: Sequence[str] = (),
     ) -> None:
         self._sources, self._references, self._tokenizer = sources, references, tokenizer
-        self._lengths = [len(ids) for ids in tokenizer.encode(sources)]
         self._translated = range(len(sources)) if translated is None else translated
         count = min(NUM_SAMPLES, len(self._translated))
         self.samples = [self._translated[index * len(self._translated) // count] for index in range(count)]
-        self._longest = heapq.nlargest(NUM_LONGEST, self._translated, key=lambda pair: (self._lengths[pair], -pair))
-        self._shown = {*self.samples, *self._longest}
+        self._shown = {*self.samples}
         self._bleu_tokenizer, self._text_sources = bleu_tokenizer, text_sources
         names = text_sources.names if text_sources else ()
         self._metrics = ValidationMetrics(bleu_tokenizer, names, [*requested, best_by])
         self._kept: dict[int, ScoredTranslation] = {}
-        self._worst: list[ScoredTranslation] = []
         self._best_by = best_by
         self.best_score: float | None = None
 
@@ -83,7 +79,7 @@ class ValidationSamples(Callback):
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset the metrics and forget the translations of the last validation."""
         self._metrics.to(pl_module.device).reset()
-        self._kept, self._worst = {}, []
+        self._kept = {}
 
     def on_validation_batch_end(
         self,
@@ -100,17 +96,16 @@ class ValidationSamples(Callback):
         pairs, tokens, lengths = (tensor.tolist() for tensor in outputs)
         ids = [row[: length - 1] for row, length in zip(tokens, lengths, strict=True)]
         texts = self._tokenizer.decode(ids)
-        references, source_lengths = ([values[pair] for pair in pairs] for values in (self._references, self._lengths))
+        references = [self._references[pair] for pair in pairs]
         # All pairs of a batch are of one text source.
         source = int(self._text_sources.of_pair[pairs[0]]) if self._text_sources else 0
-        self._metrics.update(texts, references, ids, source_lengths, source)
-        rows = zip(self._metrics.sentence_scores, pairs, texts, ids, strict=True)
-        translations = [ScoredTranslation(*row) for row in rows]
-        self._kept.update((made.pair, made) for made in translations if made.pair in self._shown)
-        self._worst = heapq.nsmallest(NUM_WORST, [*self._worst, *translations])
+        self._metrics.update(texts, references, ids, source)
+        for row in zip(self._metrics.sentence_scores, pairs, texts, ids, strict=True):
+            if (made := ScoredTranslation(*row)).pair in self._shown:
+                self._kept[made.pair] = made
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the scores over all ranks, and the tables."""
+        """Log the scores over all ranks, and the table."""
         scores = self._metrics.compute() if self._translated else {}
         if 0 < len(self._translated) < len(self._sources):
             scores[NUM_TRANSLATED] = float(len(self._translated))
@@ -129,14 +124,9 @@ class ValidationSamples(Callback):
         log = trainer.logger
         if isinstance(log, RunLog) and self._translated:
             about = f"({self._metrics.signatures()}); the table shows the chrF of each sentence"
-            heading = f"{quality(scores, self._best_by)} {about}\n\n"
-            pages = {
-                "translations": [self._kept[pair] for pair in self.samples],
-                "translations_worst": self._worst,
-                "translations_longest": [self._kept[pair] for pair in self._longest],
-            }
-            for name, rows in pages.items():
-                log.add_text(f"validation/{name}", heading + self._table(rows), trainer.global_step)
+            rows = self._table([self._kept[pair] for pair in self.samples])
+            page = f"{quality(scores, self._best_by)} {about}\n\n{rows}"
+            log.add_text("validation/translations", page, trainer.global_step)
 
     def keep(self, pairs: list[int]) -> None:
         """Make `translation` available for these pairs, as it is for `samples`."""
@@ -157,11 +147,8 @@ class ValidationSamples(Callback):
 
     def _gather(self) -> None:
         """Collect the translations of all ranks."""
-        own = list(self._kept.values()), self._worst
-        gathered = [[[ScoredTranslation(*one) for one in part] for part in parts] for parts in value_of_each_rank(own)]
-        for kept, _ in gathered:
-            self._kept |= {translation.pair: translation for translation in kept}
-        self._worst = heapq.nsmallest(NUM_WORST, [translation for _, worst in gathered for translation in worst])
+        for theirs in value_of_each_rank(list(self._kept.values())):
+            self._kept |= {made.pair: made for made in (ScoredTranslation(*one) for one in theirs)}
 
     def _table(self, translations: list[ScoredTranslation]) -> str:
         rows = [

@@ -18,24 +18,23 @@ from model.training_module import TranslationModule
 from pipeline.metrics.metrics import METRICS, ExactMatch
 from pipeline.monitoring.run_log import RunLog
 from pipeline.monitoring.validation_metrics import ValidationMetrics, quality
-from pipeline.monitoring.validation_samples import NUM_WORST, ScoredTranslation, ValidationSamples
+from pipeline.monitoring.validation_samples import ScoredTranslation, ValidationSamples
 from tests.pipeline.test_metrics import Lines
 
 HYPOTHESES = ["the cat sat on the mat", "a dog runs through deep snow", "", "he says nothing at all today"]
 REFERENCES = ["the cat sat on a mat", "a dog runs through the deep snow", "yes", "he said nothing at all"]
 PIECES = [[4, 5, 6, 7, 8], [4, 5, 6, 7, 4, 5, 6, 7, 4, 5], [], [9, 9, 9, 9, 9]]
-LENGTHS = [10, 11, 75, 61]
 NETWORK = NetworkSettings(num_layers=1, d_model=8, d_ff=8, num_heads=1)
 
 
 def test_batches_add_up() -> None:
     metric = ValidationMetrics()
-    metric.update([], [], [], [])
+    metric.update([], [], [])
     assert metric.compute()["validation/bleu"] == 0.0
     metric.reset()
-    metric.update(HYPOTHESES[:1], REFERENCES[:1], PIECES[:1], LENGTHS[:1])
-    metric.update([], [], [], [])
-    metric.update(HYPOTHESES[1:], REFERENCES[1:], PIECES[1:], LENGTHS[1:])
+    metric.update(HYPOTHESES[:1], REFERENCES[:1], PIECES[:1])
+    metric.update([], [], [])
+    metric.update(HYPOTHESES[1:], REFERENCES[1:], PIECES[1:])
     expected = [
         sacrebleu.sentence_chrf(*pair).score for pair in zip(HYPOTHESES, [[r] for r in REFERENCES], strict=True)
     ]
@@ -47,11 +46,6 @@ def test_batches_add_up() -> None:
     assert scores["validation/length_ratio"] == pytest.approx(18 / 19)
     # Of 2 + 7 + 0 + 2 runs of four pieces, 3 in the second and 1 in the fourth translation are repeated.
     assert scores["validation/repetition"] == pytest.approx(4 / 11)
-    by_length = {name: value for name, value in scores.items() if "length/" in name}
-    assert list(by_length) == [f"validation_bleu_by_length/{name}_pieces" for name in ("01-10", "11-20", "61-")]
-    for name, chosen in (("01-10", slice(0, 1)), ("11-20", slice(1, 2)), ("61-", slice(2, 4))):
-        alone = sacrebleu.corpus_bleu(HYPOTHESES[chosen], [REFERENCES[chosen]]).score
-        assert by_length[f"validation_bleu_by_length/{name}_pieces"] == pytest.approx(alone)
     assert "tok:13a" in metric.signatures()
     assert "chrF nrefs:1" in metric.signatures()
     assert ValidationMetrics().signatures() == metric.signatures()  # also on a rank without text
@@ -60,13 +54,13 @@ def test_batches_add_up() -> None:
 def test_each_text_source_has_its_scores() -> None:
     """Batches of the first, the second and again the first source; a third source has no pair."""
     metric, other = (ValidationMetrics(sources=["de", "fr", "it"]) for _ in range(2))
-    metric.update(HYPOTHESES[:1], REFERENCES[:1], PIECES[:1], LENGTHS[:1], 0)
-    metric.update(HYPOTHESES[1:2], REFERENCES[1:2], PIECES[1:2], LENGTHS[1:2], 1)
-    other.update(HYPOTHESES[2:], REFERENCES[2:], PIECES[2:], LENGTHS[2:], 0)
+    metric.update(HYPOTHESES[:1], REFERENCES[:1], PIECES[:1], 0)
+    metric.update(HYPOTHESES[1:2], REFERENCES[1:2], PIECES[1:2], 1)
+    other.update(HYPOTHESES[2:], REFERENCES[2:], PIECES[2:], 0)
     metric.merge_state(other)
     scores = metric.compute()
     whole = ValidationMetrics()
-    whole.update(HYPOTHESES, REFERENCES, PIECES, LENGTHS)
+    whole.update(HYPOTHESES, REFERENCES, PIECES)
     apart = {name: scores.pop(name) for name in list(scores) if name.count("/") == 2}
     assert scores == whole.compute()
     assert not any(name.count("/") == 2 for name in whole.compute())
@@ -81,41 +75,21 @@ def test_each_text_source_has_its_scores() -> None:
     assert apart == {f"validation/exact_match/{name}": 0.0 for name in ("de", "fr")}
 
 
-@pytest.mark.parametrize(
-    ("name", "lengths"),
-    [
-        ("01-10", (1, 10)),
-        ("11-20", (11, 20)),
-        ("21-30", (21, 30)),
-        ("31-40", (31, 40)),
-        ("41-60", (41, 60)),
-        ("61-", (61, 500)),
-    ],
-)
-def test_each_length_has_its_bucket(name: str, lengths: tuple[int, int]) -> None:
-    for length in lengths:
-        metric = ValidationMetrics()
-        metric.update(["yes"], ["yes"], [[4]], [length])
-        scores = metric.compute()
-        assert [key for key in scores if "length/" in key] == [f"validation_bleu_by_length/{name}_pieces"]
-        assert scores["validation/length_ratio"] == 1.0
-
-
 def test_sums_are_exact_and_lists_are_of_one_length() -> None:
     metric = ValidationMetrics()
     # float32 is exact only up to 2 ** 24.
     assert len(metric.metric_state) == 4
     assert {state.dtype for state in metric.metric_state.values()} == {torch.int64}
     with pytest.raises(ValueError, match="shorter"):
-        metric.update(["yes", "no"], ["yes", "no"], [[4], [5]], [1])
+        metric.update(["yes", "no"], ["yes", "no"], [[4]])
 
 
 def test_a_registered_metric_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     # A name that ValidationMetrics has as a method.
     monkeypatch.setitem(METRICS, "compute", Lines())
     metric, other = ValidationMetrics(), ValidationMetrics()
-    metric.update(HYPOTHESES[:1], REFERENCES[:1], PIECES[:1], LENGTHS[:1])
-    other.update(HYPOTHESES[1:], REFERENCES[1:], PIECES[1:], LENGTHS[1:])
+    metric.update(HYPOTHESES[:1], REFERENCES[:1], PIECES[:1])
+    other.update(HYPOTHESES[1:], REFERENCES[1:], PIECES[1:])
     metric.merge_state(other)
     scores = metric.compute()
     assert list(scores)[2:4] == ["validation/exact_match", "validation/compute"]
@@ -123,8 +97,8 @@ def test_a_registered_metric_is_computed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert metric.signatures().endswith("; compute words:split")
 
 
-def validate(corpus: Path, num_ranks: int) -> tuple[dict[str, float], list[ScoredTranslation], int]:
-    """Return scores and worst translations of all ranks, and the number of fillers. Each source is its translation."""
+def validate(corpus: Path, num_ranks: int) -> tuple[dict[str, float], dict[int, ScoredTranslation], int]:
+    """Return scores and shown translations of all ranks, and the number of fillers. Each source is its translation."""
     tokenizer = Tokenizer.load(corpus / "tokenizer.model")
     special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
     data = TranslationDataModule(corpus, BatchSettings(batch_tokens=400), special, seed=1)
@@ -144,8 +118,8 @@ def validate(corpus: Path, num_ranks: int) -> tuple[dict[str, float], list[Score
     metrics, *others = [samples._metrics for samples in ranks]
     for other in others:
         metrics.merge_state(other)
-    worst = sorted(one for samples in ranks for one in samples._worst)[:NUM_WORST]
-    return metrics.compute(), worst, num_fillers
+    shown = {pair: one for samples in ranks for pair, one in samples._kept.items()}
+    return metrics.compute(), shown, num_fillers
 
 
 def test_fillers_are_not_scored(tiny_corpus: Path) -> None:
