@@ -275,28 +275,29 @@ class NoInitialValues(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def average(paths: list[Path], read: Callable[[Path], Checkpoint] = read_checkpoint) -> PlainValues:
+def average(checkpoints: list[Checkpoint]) -> PlainValues:
     """Return the contents of a checkpoint with the mean weights of several, summed in float64 (section 6.1).
 
-    It has no optimizer state: it is for translating, or for starting another run. The newest of `paths` is the last.
+    It has no optimizer state: it is for translating, or for starting another run. The newest of them is the last.
 
     Raises InputError when networks or vocabularies differ.
     """
-    newest = read(paths[-1])
+    *others, newest = checkpoints
     # Copied, because sums are in place and would change weights that are stored in float64.
     sums = {name: tensor.to(torch.float64, copy=True) for name, tensor in newest.weights.items()}
-    for path in paths[:-1]:
-        other = read(path)
+    for other in others:
         shapes = [{name: tensor.shape for name, tensor in each.weights.items()} for each in (other, newest)]
         settings = [asdict(each.recipe.network) for each in (other, newest)]
         if changed_keys(*settings) or shapes[0] != shapes[1] or other.tokenizer.model != newest.tokenizer.model:
-            raise InputError(f"{path}: has another network or vocabulary than {newest.path}; average one run only")
+            raise InputError(
+                f"{other.path}: has another network or vocabulary than {newest.path}; average one run only"
+            )
         for name, tensor in other.weights.items():
             sums[name] += tensor
-    means = {name: (total / len(paths)).to(newest.weights[name].dtype) for name, total in sums.items()}
+    means = {name: (total / len(checkpoints)).to(newest.weights[name].dtype) for name, total in sums.items()}
     return {
         "state_dict": {f"{PREFIX}{name}": mean for name, mean in means.items()},
         "translation": metadata(newest.recipe, newest.tokenizer, newest.identity),
         "global_step": newest.step,
-        "averaged": [path.name for path in paths],
+        "averaged": [one.path.name for one in checkpoints],
     }

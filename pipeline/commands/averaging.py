@@ -9,7 +9,6 @@ from pipeline.checkpointing.checkpoint import Checkpoint, average, check_members
 from pipeline.checkpointing.run_folder import (
     METRICS,
     all_checkpoints,
-    around_best_path,
     best_by,
     best_path,
     is_valid,
@@ -37,7 +36,7 @@ def write_average(run: Path, option: str, count: int, output: Path) -> None:
     else:
         paths = [path for path in step_checkpoints(run) if is_valid(path)]
         require_enough(run, "--last", count, len(paths))
-        averaged = average(paths[-count:])
+        averaged = average([*map(read_checkpoint, paths[-count:])])
     write_atomic(averaged, output)
     report(f"averaged {', '.join(averaged['averaged'])}")
 
@@ -56,43 +55,29 @@ def average_best(run: Path, count: int) -> PlainValues:
     metric = best_by(run)
     step, score = best_validation(run, metric)
     report(f"best validation: step {step}: {title_and_score(metric, score)}")
-    chosen = {saved[near]: near for near in nearest_steps(saved, step, count)}
+    chosen = nearest_steps(saved, step, count)
     selection = {
         "option": f"--best {count}",
         "run_step": max(saved),
         "best_validation": {"step": step, metric: score},
-        "steps": list(chosen.values()),
+        "steps": chosen,
     }
-    return {**average(list(chosen), lambda path: read_saved(run, path, chosen[path])), "selection": selection}
+    return {**average([saved[near] for near in chosen]), "selection": selection}
 
 
-def saved_checkpoints(run: Path) -> dict[int, Path]:
-    """Return a run's complete checkpoints by step: the newest, those around the best validation, and the best one."""
-    # The newest are listed first, because `fit` moves checkpoints from their folder to `around-best`.
-    steps = {step_of(path): path for path in step_checkpoints(run)}
-    steps = {step_of(path): path for path in step_checkpoints(run, around_best=True)} | steps
-    saved = {}
-    for step, path in steps.items():
-        if valid := next(filter(is_valid, (path, around_best_path(run, step))), None):
-            saved[step] = valid
-    best = best_path(run)
-    if is_valid(best):
-        # The best validation may be at a step without another checkpoint.
-        saved.setdefault(read_checkpoint(best).step, best)
-    return saved
+def saved_checkpoints(run: Path) -> dict[int, Checkpoint]:
+    """Return a run's complete checkpoints by step: the newest, those around the best validation, and the best one.
 
-
-def read_saved(run: Path, path: Path, step: int) -> Checkpoint:
-    """Return a checkpoint, even if `fit` has meanwhile moved it to the folder `around-best`.
-
-    Raises InputError when `fit` has removed or replaced it.
+    All are open from then on, since `fit` may move, remove or replace their files meanwhile.
     """
-    for candidate in (path, around_best_path(run, step)):
-        if is_valid(candidate):
-            checkpoint = read_checkpoint(candidate)
-            if checkpoint.step == step:
-                return checkpoint
-    raise InputError(f"{path}: fit has removed it since this command began; run the same command again")
+    # The newest are listed first, because `fit` moves checkpoints from their folder to `around-best`.
+    paths = [*step_checkpoints(run), *step_checkpoints(run, around_best=True)]
+    saved = {step_of(path): read_checkpoint(path) for path in paths if is_valid(path)}
+    if is_valid(best_path(run)):
+        # The best validation may be at a step without another checkpoint.
+        best = read_checkpoint(best_path(run))
+        saved.setdefault(best.step, best)
+    return saved
 
 
 def best_validation(run: Path, metric: str) -> tuple[int, float]:

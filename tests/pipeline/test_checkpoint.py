@@ -54,6 +54,10 @@ def untrained_contents(corpus: Path, step: int) -> PlainValues:
     }
 
 
+def averaged(paths: list[Path]) -> PlainValues:
+    return average([*map(read_checkpoint, paths)])
+
+
 @pytest.fixture(scope="module")
 def finished_run(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with three checkpoints and best.ckpt."""
@@ -82,7 +86,7 @@ def test_depths_may_be_written_in_two_ways_within_a_run(finished_run: Path, tmp_
     network |= {"num_layers": 5, "num_encoder_layers": 1, "num_decoder_layers": 1}
     write_atomic(contents, tmp_path / "other.ckpt")
     assert len(load_model(tmp_path / "other.ckpt").network.decoder) == 1
-    assert average([tmp_path / "other.ckpt", paths[1]])["averaged"] == ["other.ckpt", paths[1].name]
+    assert averaged([tmp_path / "other.ckpt", paths[1]])["averaged"] == ["other.ckpt", paths[1].name]
 
 
 def test_the_size_of_a_checkpoint_is_that_of_weights_and_moments(trained_run: Path) -> None:
@@ -139,7 +143,7 @@ def test_average_refuses_incompatible_checkpoints(
     change(contents)
     write_atomic(contents, tmp_path / "other.ckpt")
     with pytest.raises(InputError, match=f"other.ckpt: has another network or vocabulary than {paths[1]}; "):
-        average([tmp_path / "other.ckpt", *paths])
+        averaged([tmp_path / "other.ckpt", *paths])
 
 
 @pytest.mark.parametrize(
@@ -211,7 +215,7 @@ def test_which_checkpoint_a_run_folder_means(
     assert chosen() == ("step=00000240.ckpt", "")
     shutil.copy(tmp_path / "best.ckpt", best)
     for last in (2, 3):
-        write_atomic(average(step_checkpoints(run)[-last:]), run / f"average-last-{last}.ckpt")
+        write_atomic(averaged(step_checkpoints(run)[-last:]), run / f"average-last-{last}.ckpt")
     for newer, older in ((2, 3), (3, 2)):
         os.utime(run / f"average-last-{newer}.ckpt", (2, 2))
         os.utime(run / f"average-last-{older}.ckpt", (1, 1))
@@ -223,7 +227,7 @@ def test_which_checkpoint_a_run_folder_means(
     )
     assert chosen() == ("best.ckpt", warning)
     # Nothing is reported if one average of several is up to date.
-    write_atomic(average(step_checkpoints(run)) | {"global_step": 250}, run / "average-last-4.ckpt")
+    write_atomic(averaged(step_checkpoints(run)) | {"global_step": 250}, run / "average-last-4.ckpt")
     os.utime(run / "average-last-4.ckpt", (1, 1))
     assert chosen() == ("average-last-4.ckpt", "")
     shutil.rmtree(run / "checkpoints")
@@ -252,7 +256,7 @@ def members(finished_run: Path, tmp_path: Path) -> Path:
     run = Path(shutil.copytree(finished_run, tmp_path / "run"))
     around_best_path(run, 40).parent.mkdir()
     shutil.copy(step_path(run, 80), around_best_path(run, 40))
-    write_atomic(average(step_checkpoints(run)[-2:]), run / "average-last-2.ckpt")
+    write_atomic(averaged(step_checkpoints(run)[-2:]), run / "average-last-2.ckpt")
     recipe = read_checkpoint(step_path(run, 80)).recipe.as_dict()
     (run / "config.yaml").write_text(yaml.safe_dump(recipe))
     return run
