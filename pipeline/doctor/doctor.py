@@ -1,9 +1,9 @@
 """The checks of `doctor`: all checks of `fit`, even after a mistake, and those that take long or need all ranks."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from data_module.corpus.builder import check_vocabulary_size
@@ -18,8 +18,7 @@ from pipeline.doctor.rank_checks import RankGroup, check_ranks
 from pipeline.doctor.recipe_checks import CheckResult, Report, check_recipe
 from pipeline.doctor.start_checks import check_backend, check_disk_space, check_machine, check_start
 from pipeline.inference.pieces import piece_report
-from pipeline.ranks.rank_messages import plain
-from pipeline.ranks.rendezvous import Rendezvous, other_settings
+from pipeline.ranks.rendezvous import Rendezvous
 from pipeline.runtime.console import RendezvousError, UnusableAddressError
 from pipeline.runtime.launch import RANKS_MISSING, JobStep
 from pipeline.training.start import Plan, check_pairs, plan_start
@@ -131,19 +130,21 @@ def check_texts(plan: Plan, texts: TextChecker, report: Report) -> None:
 
 def _run_on_all_ranks(asked: Question, job: JobStep) -> int:
     """Run the checks on this rank; rank 0 prints the results of all ranks."""
+    recipe, loaded = load(asked)
     try:
-        ranks = RankGroup(job)
-        ranks.connect(Rendezvous.of_job(job))
-        gathered = ranks.all_gather(_results_of(ranks, asked))
+        ranks, meeting = RankGroup(job), Rendezvous.of_job(job)
+        meeting.settings = _shared_settings(recipe, loaded)
+        ranks.connect(meeting)
+        gathered = ranks.all_gather(_results_of(ranks, recipe, loaded, asked))
         results = [CheckResult(*result) for theirs in gathered for result in theirs]
         code = print_results(results) if job.rank == 0 else exit_code(results)
         ranks.leave()
     except (InputError, UnusableAddressError) as error:
-        return print_results([CheckResult(False, str(error), job.location)])
+        mistake = CheckResult(False, str(error), job.location)
+        return print_results([mistake] if loaded.ok else [loaded._replace(where=job.location), mistake])
     except RendezvousError as error:
         print_results([CheckResult(False, str(error), job.location)])
         return RANKS_MISSING
-    recipe, _ = load(asked)
     if job.rank == 0 and code == 0 and recipe is not None:
         # Programs may have to be compiled first, and no rank waits any more.
         findings = Findings(recipe, reads_texts=False)
@@ -153,36 +154,21 @@ def _run_on_all_ranks(asked: Question, job: JobStep) -> int:
     return code
 
 
-def _results_of(ranks: RankGroup, asked: Question) -> list[CheckResult]:
+def _shared_settings(recipe: Recipe | None, loaded: CheckResult) -> dict[str, object]:
+    """Return what ranks have to have in common to run checks of all ranks: packages, and a recipe or one mistake."""
+    packages = {name: version(name) for name in ("torch", "lightning", "numpy")}
+    return packages | ({"recipe": loaded.message} if recipe is None else settings_of_ranks(recipe))
+
+
+def _results_of(ranks: RankGroup, recipe: Recipe | None, loaded: CheckResult, asked: Question) -> list[CheckResult]:
     """Return the results that this rank reports; rank 0 reports the results that all ranks share."""
     is_first = ranks.job.rank == 0
     machine = [one for one in check_machine(ranks.job) if is_first or one.is_warning or not one.ok]
-    recipe, results = agree_on_recipe(ranks, *load(asked))
+    results = [loaded] if is_first else []
     if is_first and recipe is not None:
         results += check_fit(recipe, ranks.job, asked)
     results += check_ranks(ranks, recipe)
     return [*(result._replace(where=ranks.location) for result in machine), *results]
-
-
-def agree_on_recipe(
-    ranks: RankGroup, recipe: Recipe | None, loaded: CheckResult
-) -> tuple[Recipe | None, list[CheckResult]]:
-    """Return the recipe if every rank has loaded it, and the results that this rank has to report.
-
-    Ranks that run the checks of a recipe wait for one another, so either all of them run these checks or none.
-    """
-    own = settings_of_ranks(recipe) if recipe is not None else {}
-    everyones = ranks.all_gather([loaded.ok, own if ranks.job.rank == 0 else {}])
-    is_first_loaded, first = everyones[0]
-    results = []
-    if ranks.job.rank == 0:
-        results = [loaded]
-    elif is_first_loaded and not loaded.ok:
-        results = [loaded._replace(where=ranks.location)]
-    elif loaded.ok and (different := other_settings(plain(json.loads(json.dumps(own))), first)):  # as `read` returns it
-        line = f"another recipe than rank 0's: {different}; give all ranks the same"
-        results = [CheckResult(False, line, ranks.location)]
-    return (recipe if all(is_loaded for is_loaded, _ in everyones) else None), results
 
 
 def print_results(results: list[CheckResult]) -> int:

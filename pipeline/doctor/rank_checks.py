@@ -1,4 +1,4 @@
-"""Checks that need all ranks of a job step: missing ranks, network, versions, shared folders, locks.
+"""Checks that need all ranks of a job step: missing ranks, network, shared folders, locks.
 
 The ranks exchange values through the key-value store to which `rendezvous.py` connects them. Every wait has a limit
 that grows with the number of ranks: `patience_seconds`.
@@ -13,13 +13,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from data_module.system.files import FileLock, existing_parent
+from data_module.corpus.manifest import MANIFEST_NAME, is_corpus, read_manifest
+from data_module.errors import InputError
+from data_module.system.files import FileLock, existing_parent, read_whole
 from pipeline.config.recipe import Recipe
 from pipeline.doctor.recipe_checks import CheckResult
 from pipeline.ranks.rank_messages import post, read, silent_ranks
@@ -29,7 +30,6 @@ from pipeline.runtime.devices import mixed_processors_mistake, processor_name, s
 from pipeline.runtime.launch import RANKS_MISSING, JobStep, node_name, report_mistake_to_script
 
 ALL_REDUCE_BYTES = 1 << 24
-_SAMPLE_BYTES = 1 << 20
 
 
 class UnresponsiveRanksError(RendezvousError):
@@ -132,7 +132,6 @@ class RankGroup:
 
 def check_ranks(ranks: RankGroup, recipe: Recipe | None) -> Iterator[CheckResult]:
     """Run all checks of this module. Every rank must run them, in the same order."""
-    yield from _check_versions(ranks)
     interfaces = list(_check_interfaces(ranks.first_node_is_local if ranks.job.num_nodes > 1 else True))
     yield from (result._replace(where=ranks.location) for result in interfaces)
     unreachable = any(ranks.all_gather(bool(interfaces)))
@@ -148,15 +147,6 @@ def check_ranks(ranks: RankGroup, recipe: Recipe | None) -> Iterator[CheckResult
     yield from shared
     if not unreachable and not shared:  # Otherwise it would fail for the reason that is already reported.
         yield from _check_all_reduce(ranks)
-
-
-def _check_versions(ranks: RankGroup) -> Iterator[CheckResult]:
-    own = {name: version(name) for name in ("torch", "lightning", "numpy")}
-    first = ranks.all_gather(own)[0]
-    for name, number in own.items():
-        if number != first[name]:
-            hint = "use one environment for all nodes, on a shared disk or in a container"
-            yield CheckResult(False, f"{name} {number} here and {first[name]} on rank 0; {hint}", ranks.location)
 
 
 def _check_interfaces(first_node_is_local: bool) -> Iterator[CheckResult]:
@@ -194,21 +184,14 @@ def _check_shared_corpus(ranks: RankGroup, folder: Path) -> Iterator[CheckResult
 
 
 def _corpus_digest(folder: Path) -> str | None:
-    """Hash the files' names and sizes, and a sample from start, middle and end of each; None without a corpus.
-
-    Hidden files are no part of a corpus: version 1.0.0 wrote one on rank 0 alone.
-    """
-    if not (folder / "manifest.json").exists():
+    """Return the hash of the manifest, or what is wrong with the files that it lists; None without a corpus."""
+    if not is_corpus(folder):
         return None
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.glob("[!.]*") if path.is_file()):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            for start in (0, max(0, size // 2), max(0, size - _SAMPLE_BYTES)):
-                file.seek(start)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
+    try:
+        read_manifest(folder)
+    except InputError as error:
+        return str(error)
+    return hashlib.sha256(read_whole(folder / MANIFEST_NAME)).hexdigest()
 
 
 def _check_shared_run_folder(ranks: RankGroup, run: Path) -> Iterator[CheckResult]:

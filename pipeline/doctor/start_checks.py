@@ -33,7 +33,6 @@ from pipeline.runtime.devices import (
     best_precision,
     device_indices,
     gpus_mistake,
-    processors_note,
     sees_own_gpu_only,
 )
 from pipeline.runtime.launch import JobStep
@@ -64,8 +63,6 @@ def check_machine(job: JobStep | None = None) -> Iterator[CheckResult]:
         yield CheckResult(
             True, f"{gpus}; {usable}{os.cpu_count()} CPU cores, default precision {best_precision('cpu')}"
         )
-    if (note := processors_note(job)) is not None:
-        yield CheckResult(True, note, is_warning=True)
     if job is not None:
         if (mistake := gpus_mistake(job, visible)) is not None:
             yield CheckResult(False, mistake)

@@ -229,7 +229,7 @@ class Rendezvous:
         if different := other_settings(own["settings"], first["settings"]):
             mistake = (
                 f"rank {self.rank} on {own['node']} was started otherwise than rank 0: {different}; start all ranks of"
-                " a step by the same command"
+                " a step by the same command, in the same environment"
             )
         elif store.compare_set(own_key, "", signed(own_key, own)) != signed(own_key, own).encode():
             # Agents of torchrun count restarts each for itself: a rank may have the name of a start that is over.

@@ -250,7 +250,7 @@ def write_archive(path: Path, body: bytes) -> None:
 
 
 def write_legacy(path: Path, body: bytes, keys: bytes = b"]") -> None:
-    """As PyTorch before 1.6: a number, a version, the sizes of types, the values, keys of storages, and the storages."""
+    """As PyTorch before 1.6: a number, a version, sizes of types, the values, keys of storages, and the storages."""
     first = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2) + pickle.dumps({}, 2)
     path.write_bytes(first + pickled(body) + pickled(keys) + (1).to_bytes(8, "little") + bytes(4))
 
