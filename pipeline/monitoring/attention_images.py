@@ -1,4 +1,4 @@
-"""Images of attention and of position encodings. Importing this module imports matplotlib.
+"""Images of attention. Importing this module imports matplotlib.
 
 Figures are drawn with the Agg canvas, without pyplot: threads may draw at the same time, and no display is needed.
 """
@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from numpy.typing import NDArray
@@ -104,7 +103,9 @@ def draw_attention(
             axes.text(-0.8, place, label, ha="right", va="center_baseline", **style)
         for place, label in enumerate(columns if line == 0 else []):
             axes.text(place, -0.8, label, ha="center", va="bottom", rotation=90, **style)
-    image = _draw(figure).convert("L").point([level // 16 for level in range(256)])
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("L").point([level // 16 for level in range(256)])
     image.putpalette(_PALETTE)
     return image
 
@@ -113,18 +114,3 @@ def _longest(texts: list[str]) -> int:
     """Return the pixels that the longest of some labels takes, with the space around it."""
     renderer, font = FigureCanvasAgg(Figure(dpi=_DPI)).get_renderer(), FontProperties(family=_FONT, size=_LABELS)
     return 16 + max(ceil(renderer.get_text_width_height_descent(text, font, ismath=False)[0]) for text in texts)
-
-
-def draw_matrix(title: str, values: NDArray[np.float32], row_axis: str, column_axis: str) -> Image.Image:
-    """Draw one large matrix [rows, columns], from -1 (red) over 0 (white) to 1 (blue), with numbered rows."""
-    figure = Figure((7.2, 0.9 + 0.03 * len(values)), dpi=100, facecolor="white", layout="constrained")
-    axes = figure.add_subplot(title=title, xlabel=column_axis, ylabel=row_axis, xticks=[])
-    colors = LinearSegmentedColormap.from_list("red to blue", ["#a01414", "white", "#083078"])
-    axes.imshow(values, colors, vmin=-1, vmax=1, interpolation="nearest", aspect="auto")
-    return _draw(figure).quantize(128, dither=Image.Dither.NONE)
-
-
-def _draw(figure: Figure) -> Image.Image:
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")

@@ -1,4 +1,4 @@
-"""At each validation, logs images of attention and position encodings, and embeddings for the projector."""
+"""At each validation, logs images of attention, and embeddings for the projector."""
 
 from itertools import zip_longest
 from types import ModuleType
@@ -21,7 +21,6 @@ _MAX_PIECES = 40
 """Sentences are cut to this many pieces."""
 _MAX_HEADS = 8
 _MAX_COUNTED_TOKENS = 5_000_000
-_MAX_POSITIONS = 128
 
 
 class AttentionPlots(Callback):
@@ -56,7 +55,6 @@ class AttentionPlots(Callback):
         self._occurrences = np.bincount(np.concatenate(counted), minlength=tokenizer.vocabulary_size)
         by_frequency = NUM_SPECIAL_IDS + np.argsort(-self._occurrences[NUM_SPECIAL_IDS:], kind="stable")
         self._frequent_pieces = by_frequency[: settings.embedding_pieces]
-        self._positions_drawn = False
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the images and write the projector's files."""
@@ -68,9 +66,6 @@ class AttentionPlots(Callback):
 
         for number, pair in enumerate(self._pairs, 1):
             self._log_attention(attention_images, log, pl_module, number, pair)
-        if pl_module.network_settings.learned_positions or not self._positions_drawn:
-            self._positions_drawn = True
-            self._log_positions(attention_images, log, pl_module)
         self._write_embeddings(log, pl_module)
 
     def _log_attention(
@@ -93,18 +88,6 @@ class AttentionPlots(Callback):
                 weights = torch.cat(maps[kind]).float().cpu().numpy()
                 image = drawing.draw_attention(kind, weights, labels, layers, self._heads, f", validation pair {pair}")
                 log.add_image(f"validation_attention/{kind}_{number}", image, module.global_step)
-
-    def _log_positions(self, drawing: ModuleType, log: RunLog, module: TranslationModule) -> None:
-        positions = module.network.positions
-        count = min(_MAX_POSITIONS, positions.max_positions or _MAX_POSITIONS)
-        with torch.no_grad():
-            values = positions(0, count).float().cpu().numpy()
-        kind, columns = "learned", "dimension"
-        if not module.network_settings.learned_positions:
-            kind, columns = "sinusoidal", "sines (dimensions 0, 2, 4 …), then cosines (1, 3, 5 …)"
-            values = np.concatenate((values[:, 0::2], values[:, 1::2]), axis=1)
-        image = drawing.draw_matrix(f"{kind} positions, {values.shape[1]} dimensions", values, "position", columns)
-        log.add_image("validation_attention/positions", image, module.global_step)
 
     def _write_embeddings(self, log: RunLog, module: TranslationModule) -> None:
         """Write the embeddings of the most frequent pieces for TensorBoard's projector, which shows one version."""

@@ -1,4 +1,4 @@
-"""Metadata of a run: recipe, data, code, hosts and starts as text, hyperparameters, and the summary at its end."""
+"""Metadata of a run: recipe, data, code and hosts as text, hyperparameters, its starts, and the summary at its end."""
 
 import json
 import statistics
@@ -46,7 +46,7 @@ class RunMetadata(Callback):
         """Start records of the run, from `record_start`; the last one is this process."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log recipe, data, code, hosts and start records to TensorBoard."""
+        """Log recipe, data, code and hosts to TensorBoard."""
         log = trainer.logger
         if not isinstance(log, RunLog) or not log.writes:
             return
@@ -68,7 +68,6 @@ class RunMetadata(Callback):
             "data": _code_block(self._manifest),
             "parameters": table(["name", "value"], counts.items()),
             "code": table(["name", "value"], environment.items()),
-            "starts": _starts_table(self.starts),
         }
         for name, page in pages.items():
             log.add_text(f"run/{name}", page, trainer.global_step + 1)
@@ -135,26 +134,6 @@ def count_parameters(network: nn.Module) -> dict[str, int]:
 
 def _code_block(values: Mapping[str, object]) -> str:
     return indent(yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True), 4 * " ")
-
-
-def _starts_table(starts: list[PlainValues]) -> str:
-    rows = (
-        (
-            number + 1,
-            _local_time(start["submitted"]),
-            _local_time(start["began"]),
-            f"{start['step']:,}",
-            start["host"],
-            start["job"] or "",
-            start["restarts"] if start["job"] else "",
-        )
-        for number, start in enumerate(starts)
-    )
-    return table(["start", "submitted", "began", "from step", "host", "SLURM job", "times requeued"], rows)
-
-
-def _local_time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
 
 
 def record_start(log: RunLog, job: JobStep | None, backend: dict[str, str]) -> list[PlainValues]:

@@ -127,6 +127,7 @@ class TrainingMonitor(Callback):
         self._matmul_rate = 0.0
         self._progress: Progress | None = None
         self._first_line_at = math.inf
+        self._seconds_per_step: float | None = None
         self._validation_started = 0.0
         self._validation = ExitStack()
         self._validation_bar: tqdm[NoReturn] | None = None
@@ -200,9 +201,8 @@ class TrainingMonitor(Callback):
             self._progress.advance()
             if time.monotonic() >= self._first_line_at:
                 self.clock.read()
-                if (seconds_per_step := self.clock.median_step_seconds()) is not None:
-                    self._progress.show({}, seconds_per_step)
-                    self._first_line_at = math.inf
+                self._progress.show({}, sum(self.clock.since_lap.values()) / self._steps)
+                self._first_line_at = math.inf
         if trainer.global_step % self._every_steps == 0:
             self._log(trainer, outputs, batch)
             self._reset()
@@ -245,7 +245,8 @@ class TrainingMonitor(Callback):
         if trainer.logger is not None:
             trainer.logger.log_metrics(scalars, step=trainer.global_step)
         if self._progress is not None:
-            self._progress.show(shown, self.clock.median_step_seconds())
+            self._seconds_per_step, self._first_line_at = scalars["train_perf/step_seconds"], math.inf
+            self._progress.show(shown, self._seconds_per_step)
 
     def _compare_ranks(self, own_step_seconds: list[float]) -> dict[str, float]:
         """Return the curves of the slowest rank in the previous interval, if there was one, and report slow ranks."""
@@ -314,7 +315,7 @@ class TrainingMonitor(Callback):
             parts = [first, quality(metrics, self._best_by), f"loss {loss:.4f}"]
             say(f"step {trainer.global_step}: validation {', '.join(filter(None, parts))}, perplexity {perplexity:.3f}")
             name, score = best.rsplit(maxsplit=1)
-            self._progress.show({name: score}, self.clock.median_step_seconds())
+            self._progress.show({name: score}, self._seconds_per_step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the progress bar, and warn if the last step was not validated."""

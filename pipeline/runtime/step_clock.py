@@ -1,8 +1,6 @@
 """Division of a run's time into training steps and other phases."""
 
-import statistics
 import time
-from collections import deque
 from itertools import pairwise
 from typing import Any
 
@@ -12,11 +10,6 @@ OWN = ("data_wait", "compute", "loop_overhead")
 """Phases of a rank's own part of a step: waiting for the loader, the step itself, and the loop around them."""
 STEP = (*OWN, "communication_wait")
 """Phases of a step: a rank's own part, and waiting for the other ranks and for the network."""
-
-_RECENT_STEPS = 100
-"""Number of recent steps whose median is returned."""
-_ENOUGH_STEPS = 3
-"""With fewer steps there is no median, because the first step after a start takes longer."""
 
 
 class StepClock:
@@ -32,12 +25,10 @@ class StepClock:
         """None before `start`: until then, no time is measured."""
         self._marks: list[tuple[str, Any]] = []
         """Phases that began since the last reading, and when: a time, or an event."""
-        self._since_lap = dict.fromkeys(STEP, 0.0)
+        self.since_lap = dict.fromkeys(STEP, 0.0)
+        """Seconds in each phase of a step since the last lap, up to the last reading."""
         self.counted_seconds = 0.0
         """Seconds in steps up to the last reading; a resumed run restores them from its checkpoint."""
-        self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
-        self._unfinished = 0.0
-        self._last_phase = ""
 
     def start(self, device: torch.device) -> None:
         """Begin to measure."""
@@ -64,21 +55,11 @@ class StepClock:
         for (phase, start), (_, end) in pairwise(marks):
             seconds = start.elapsed_time(end) / 1000.0 if self._on_gpu else end - start
             if phase in STEP:
-                self._since_lap[phase] += seconds
+                self.since_lap[phase] += seconds
                 self.counted_seconds += seconds
-                # A step ends with its computation, which a reading may cut in two.
-                if phase == "loop_overhead" and self._last_phase == "compute":
-                    self._recent.append(self._unfinished)
-                    self._unfinished = 0.0
-                self._unfinished += seconds
-            self._last_phase = phase
-
-    def median_step_seconds(self) -> float | None:
-        """Return the median seconds of the recent steps up to the last reading; None if they are too few."""
-        return statistics.median(self._recent) if len(self._recent) >= _ENOUGH_STEPS else None
 
     def lap(self) -> dict[str, float]:
         """Return the seconds in each phase of a step since the last call."""
         self.read()
-        lap, self._since_lap = self._since_lap, dict.fromkeys(STEP, 0.0)
+        lap, self.since_lap = self.since_lap, dict.fromkeys(STEP, 0.0)
         return lap

@@ -176,9 +176,8 @@ def check_kills(recipe: Path, folder: Path, *, positions: int, steps: int, kills
             assert texts == expected_texts, tag
     summaries = [json.loads((path / "summary.json").read_text()) for path in (run, whole)]
     assert summaries[0]["starts"] == victim.kills + 1 - victim.too_early
-    pages = accumulator(run).Tensors("run/starts/text_summary")
+    pages = accumulator(run).Tensors("run/recipe/text_summary")
     assert {page.step % EVERY for page in pages} == {1}  # after a checkpoint
-    assert pages[-1].tensor_proto.string_val[0].decode().count("\n| ") == 1 + summaries[0]["starts"]  # with the header
     # Repeated steps and start-up do not count towards goodput.
     assert 0 < summaries[0]["goodput"] < summaries[1]["goodput"] < 1
 

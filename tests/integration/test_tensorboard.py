@@ -32,10 +32,9 @@ SCALARS = {
 }
 PAGES = {
     "validation/translations",
-    *(f"run/{name}" for name in ("code", "data", "parameters", "recipe", "starts")),
+    *(f"run/{name}" for name in ("code", "data", "parameters", "recipe")),
 }
 PICTURES = {f"validation_attention/{kind}_{n}" for kind in ("encoder", "decoder", "cross") for n in (1, 2)}
-PICTURES.add("validation_attention/positions")
 
 
 @pytest.fixture(scope="module")

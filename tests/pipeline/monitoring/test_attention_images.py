@@ -1,4 +1,4 @@
-"""Images of attention and positions: which pixels show a value, which scripts have labels, and what drawing leaves."""
+"""Images of attention: which pixels show a value, which scripts have labels, and what drawing leaves."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from pipeline.monitoring.attention_images import CELL_SIZE, Labels, axis_labels, draw_attention, draw_matrix
+from pipeline.monitoring.attention_images import CELL_SIZE, Labels, axis_labels, draw_attention
 from tests.conftest import ROOT
 
 
@@ -76,16 +76,6 @@ def test_rows_are_labelled_by_what_is_predicted(kind: str, rows: str, columns: s
     beside, above = (np.argwhere(drawn() != drawn(axis)) for axis in (rows, columns))
     assert beside[:, 1].max() < above[:, 1].min()
     assert above[:, 0].max() < beside[:, 0].min()
-
-
-def test_a_matrix_is_blue_above_zero_and_red_below() -> None:
-    values = np.array([[1.0, -1.0], [0.0, 0.0]], dtype=np.float32).repeat(8, axis=0)
-    pixels = np.asarray(draw_matrix("title", values, "row", "column").convert("RGB"))
-    blue, red = (np.argwhere((pixels == color).all(axis=2)) for color in ((8, 48, 120), (160, 20, 20)))
-    assert len(blue) == pytest.approx(len(red), rel=0.02)
-    assert len(blue) > 7 * 3 * 310
-    assert blue[:, 1].max() < red[:, 1].min()
-    assert (pixels[blue[:, 0].max() + 4, blue[:, 1]] > 250).all()
 
 
 def test_the_font_has_the_letters_of_many_languages() -> None:

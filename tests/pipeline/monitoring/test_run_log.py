@@ -14,7 +14,7 @@ from PIL import Image
 
 from pipeline.checkpointing.run_folder import METRICS, read_metrics
 from pipeline.monitoring.run_log import RunLog, table
-from pipeline.monitoring.run_metadata import _starts_table, first_submission, record_start
+from pipeline.monitoring.run_metadata import first_submission, record_start
 from pipeline.runtime.launch import JobStep
 from tests.integration.runs import accumulator, scalars
 
@@ -168,9 +168,3 @@ def test_each_start_is_recorded_with_its_job(tmp_path: Path, monkeypatch: pytest
         starts = record_start(RunLog(tmp_path / "run", step, writes=True), job, {"loss": "C++"})
     assert [(one["job"], one["restarts"], one["step"]) for one in starts] == [("7", 0, 0), ("7", 2, 40), (None, 0, 60)]
     assert first_submission(starts) == datetime(2020, 1, 2, 3, 4, 5).timestamp()
-    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in _starts_table(starts).splitlines()[2:]]
-    assert [[row[0], row[3], *row[5:]] for row in cells] == [
-        ["1", "0", "7", "0"],
-        ["2", "40", "7", "2"],
-        ["3", "60", "", ""],
-    ]
