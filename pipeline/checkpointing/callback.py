@@ -1,6 +1,7 @@
 """When checkpoints are saved, which of them are kept, and the moving average of the weights that they hold."""
 
 import math
+import shutil
 import time
 from contextlib import suppress
 from functools import partial
@@ -166,7 +167,7 @@ class CheckpointCallback(Callback):
                 target = around_best_path(self._run, step)
                 target.parent.mkdir(exist_ok=True)
                 with suppress(FileNotFoundError):  # The user has removed it meanwhile.
-                    newest[step].replace(target)
+                    shutil.move(newest[step], target)  # It may be on another disk.
             else:
                 newest[step].unlink(missing_ok=True)
         for step, path in around.items():

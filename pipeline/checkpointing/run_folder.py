@@ -208,10 +208,6 @@ def check_writable(path: Path, *, fresh: bool = False) -> None:
         if os.path.lexists(folder) and (error := _folder_error(folder)):
             link = f" (a link to {folder.readlink()})" if folder.is_symlink() else ""
             raise InputError(f"{folder}{link}: cannot be used ({error}); repair it, or give another run.folder")
-    if around_best.is_dir() and around_best.stat().st_dev != checkpoints.stat().st_dev:
-        raise InputError(
-            f"{around_best}: is on another disk than {checkpoints}; move it there, or give another run.folder"
-        )
     if not fresh:
         return
     for file in _files_to_remove(path):

@@ -28,13 +28,7 @@ from pipeline.metrics.metrics import mode_of
 from pipeline.ranks.rendezvous import check_loopback
 from pipeline.runtime.backend_choice import choose_backend, flash_obstacle, should_compile, try_gpu
 from pipeline.runtime.console import quiet_lightning
-from pipeline.runtime.devices import (
-    ONE_GPU_NOTE,
-    best_precision,
-    device_indices,
-    gpus_mistake,
-    sees_own_gpu_only,
-)
+from pipeline.runtime.devices import best_precision, device_indices, gpus_mistake
 from pipeline.runtime.launch import JobStep
 from pipeline.training.build import build_data, refuse_optimizer
 from pipeline.training.out_of_memory import memory_of_weights
@@ -63,11 +57,8 @@ def check_machine(job: JobStep | None = None) -> Iterator[CheckResult]:
         yield CheckResult(
             True, f"{gpus}; {usable}{os.cpu_count()} CPU cores, default precision {best_precision('cpu')}"
         )
-    if job is not None:
-        if (mistake := gpus_mistake(job, visible)) is not None:
-            yield CheckResult(False, mistake)
-        elif sees_own_gpu_only(job, visible):
-            yield CheckResult(True, ONE_GPU_NOTE, is_warning=True)
+    if job is not None and (mistake := gpus_mistake(job, visible)) is not None:
+        yield CheckResult(False, mistake)
 
 
 def check_start(plan: Plan, report: Report) -> None:

@@ -19,7 +19,7 @@ from data_module.system.files import PlainValues
 from data_module.tokenization.tokenizer import normal_form
 from pipeline.config.settings import LIKELIHOOD
 from pipeline.metrics.bleu_tokenizer import DEFAULT, language_code
-from pipeline.metrics.private import chrf_score, sentence_statistics
+from pipeline.metrics.private import score_of_statistics, sentence_statistics
 
 RESAMPLES, SEED = 1000, 12345
 """Number of bootstrap resamples and seed of their generator: sacreBLEU's defaults, which give its intervals."""
@@ -59,7 +59,7 @@ class Metric(Protocol):
 
 
 class _OfSacreBleu:
-    """A metric of sacreBLEU."""
+    """A metric of sacreBLEU; its statistics are those that sacreBLEU sums."""
 
     several_references = True
 
@@ -73,29 +73,19 @@ class _OfSacreBleu:
         return str(self._metric.get_signature())
 
     def statistics(self, hypothesis: str, *references: str) -> list[int]:
-        """Return a sentence's counts; see `sentence_statistics`."""
+        """Return a sentence's counts."""
         return sentence_statistics(self._metric, hypothesis, *references)
+
+    def score(self, statistics: Any) -> float:
+        """Return the score in percent."""
+        return score_of_statistics(self._metric, statistics)
 
 
 class Bleu(_OfSacreBleu):
-    """BLEU.
-
-    Statistics: lengths of hypothesis and reference in words; matching n-grams of each order; all n-grams of each order.
-    """
+    """BLEU; its first two statistics are the lengths of hypothesis and reference in words."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(sacrebleu.BLEU(**options))
-
-    def score(self, statistics: Any) -> float:
-        """Return BLEU in percent."""
-        totals = 2 + self._metric.max_ngram_order
-        return sacrebleu.BLEU.compute_bleu(
-            correct=statistics[2:totals],
-            total=statistics[totals:],
-            sys_len=int(statistics[0]),
-            ref_len=int(statistics[1]),
-            smooth_method=self._metric.smooth_method,
-        ).score
 
 
 class ChrF(_OfSacreBleu):
@@ -103,10 +93,6 @@ class ChrF(_OfSacreBleu):
 
     def __init__(self, word_order: int = 0) -> None:
         super().__init__(sacrebleu.CHRF(word_order=word_order))
-
-    def score(self, statistics: Any) -> float:
-        """Return chrF in percent."""
-        return chrf_score(self._metric, statistics)
 
 
 class Ter(_OfSacreBleu):

@@ -2,9 +2,9 @@
 
 - `torchmetrics.utilities.imports._MATPLOTLIB_AVAILABLE`: where matplotlib is installed, importing Lightning imports
   torchmetrics, which imports pyplot for metrics that plot themselves. No public alternative.
-- sacreBLEU's `_extract_corpus_statistics` and `_compute_f_score`: sufficient statistics of BLEU and chrF, and chrF from
-  their sum, to add up statistics over batches and ranks, and to resample a text without counting its n-grams again. No
-  public alternative for chrF; BLEU's `corpus_score` takes twice as long.
+- sacreBLEU's `_extract_corpus_statistics` and `_compute_score_from_stats`: sufficient statistics and a score from their
+  sum, to add up statistics over batches and ranks, and to resample a text without counting its n-grams again. No public
+  alternative for chrF; BLEU's `corpus_score` takes twice as long.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sacrebleu.metrics import CHRF
+    from sacrebleu.metrics.base import Metric
 
 
 class _PyplotLeftOut:
@@ -41,14 +41,11 @@ def leave_out_pyplot() -> None:
     sys.meta_path.insert(0, _PyplotLeftOut())
 
 
-def sentence_statistics(metric: Any, hypothesis: str, *references: str) -> list[int]:
-    """Return the counts of a sentence that `metric.corpus_score` works from, for sacreBLEU's BLEU or chrF.
-
-    Those of chrF are three for each n-gram order: in the hypothesis, in the nearest reference, in both.
-    """
+def sentence_statistics(metric: "Metric", hypothesis: str, *references: str) -> list[int]:
+    """Return the counts of a sentence that `metric.corpus_score` sums and works from."""
     return metric._extract_corpus_statistics([hypothesis], [[one] for one in references])[0]
 
 
-def chrf_score(metric: "CHRF", statistics: Any) -> float:
+def score_of_statistics(metric: "Metric", statistics: Any) -> float:
     """Return the `score` of `metric.corpus_score` on sentences whose `sentence_statistics` have this sum."""
-    return metric._compute_f_score(statistics)
+    return metric._compute_score_from_stats(statistics).score

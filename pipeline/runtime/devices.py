@@ -12,10 +12,6 @@ from pipeline.runtime.launch import JobStep
 
 TrainerOptions: TypeAlias = dict[str, Any]
 """Arguments of Lightning's Trainer by name: a recipe's section `trainer:`, completed by the program."""
-ONE_GPU_NOTE = (
-    "each task sees one GPU of its node: NCCL may find no NVLink to GPUs that it does not see; compare the speed of its"
-    " all-reduce below with --gpus-per-node, without --gpus-per-task and --gpu-bind"
-)
 
 
 def missing_gpu(accelerator: object) -> str | None:

@@ -22,7 +22,7 @@ from pipeline.doctor.rank_checks import RankGroup, UnresponsiveRanksError, check
 from pipeline.doctor.recipe_checks import CheckResult, Report
 from pipeline.doctor.start_checks import check_machine, check_trainer
 from pipeline.ranks.rendezvous import other_settings
-from pipeline.runtime.devices import ONE_GPU_NOTE, gpus_mistake, mixed_processors_mistake
+from pipeline.runtime.devices import gpus_mistake, mixed_processors_mistake
 from pipeline.runtime.launch import RANKS_MISSING, JobStep, node_name
 from pipeline.training.trainer import make_trainer, trainer_options
 from tests.conftest import ROOT, program
@@ -180,7 +180,6 @@ def test_a_task_that_sees_one_gpu_trains_on_it(local_rank: int, one_gpu: pytest.
     step = JobStep("7", rank=local_rank, local_rank=local_rank, num_tasks=4, num_nodes=1, tasks_per_node=4, restarts=0)
     results = list(check_machine(step))
     assert [result.message for result in results if not result.ok and "torch" not in result.message] == []
-    assert [result.message for result in results if result.is_warning] == [ONE_GPU_NOTE]
     one_gpu.setattr("pipeline.runtime.backend_choice.missing_compiler", lambda: "has no compiler")
     check_trainer(demo_recipe(), step, Report())
 

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -475,17 +474,6 @@ def test_checkpoints_behind_a_link_to_nothing_are_refused(recipe: Recipe, tmp_pa
     with pytest.raises(InputError) as raised:
         check_writable(run)
     assert f"checkpoints (a link to {tmp_path / 'purged'}): cannot be used (No such file" in str(raised.value)
-
-
-def test_checkpoints_on_two_disks_are_refused(recipe: Recipe) -> None:
-    run = write_run(recipe)
-    (run / "checkpoints").mkdir()
-    if Path("/dev/shm").stat().st_dev == run.stat().st_dev:
-        pytest.skip("needs two file systems")
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
-        (run / "checkpoints" / "around-best").symlink_to(other)
-        with pytest.raises(InputError, match=r"around-best: is on another disk than .*checkpoints; "):
-            check_writable(run)
 
 
 def test_a_corpus_is_not_replaced_while_a_run_trains_on_it(
