@@ -14,12 +14,13 @@ from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.checkpointing.run_folder import is_in_use, settings_of_ranks
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.config.settings import validate_trainer_keys
-from pipeline.doctor.rank_checks import RankGroup, check_ranks
+from pipeline.doctor.rank_checks import RankGroup, check_ranks, own_gpu
 from pipeline.doctor.recipe_checks import CheckResult, Report, check_recipe
 from pipeline.doctor.start_checks import check_backend, check_disk_space, check_machine, check_start
 from pipeline.inference.pieces import piece_report
 from pipeline.ranks.rendezvous import Rendezvous
 from pipeline.runtime.console import RendezvousError, UnusableAddressError
+from pipeline.runtime.devices import shared_processor
 from pipeline.runtime.launch import RANKS_MISSING, JobStep
 from pipeline.training.start import Plan, check_pairs, plan_start
 
@@ -133,7 +134,7 @@ def _run_on_all_ranks(asked: Question, job: JobStep) -> int:
     recipe, loaded = load(asked)
     try:
         ranks, meeting = RankGroup(job), Rendezvous.of_job(job)
-        meeting.settings = _shared_settings(recipe, loaded)
+        meeting.settings = _shared_settings(recipe, loaded, job)
         ranks.connect(meeting)
         gathered = ranks.all_gather(_results_of(ranks, recipe, loaded, asked))
         results = [CheckResult(*result) for theirs in gathered for result in theirs]
@@ -154,10 +155,17 @@ def _run_on_all_ranks(asked: Question, job: JobStep) -> int:
     return code
 
 
-def _shared_settings(recipe: Recipe | None, loaded: CheckResult) -> dict[str, object]:
-    """Return what ranks have to have in common to run checks of all ranks: packages, and a recipe or one mistake."""
-    packages = {name: version(name) for name in ("torch", "lightning", "numpy")}
-    return packages | ({"recipe": loaded.message} if recipe is None else settings_of_ranks(recipe))
+def _shared_settings(recipe: Recipe | None, loaded: CheckResult, job: JobStep) -> dict[str, object]:
+    """Return what ranks have to have in common to run checks of all ranks: packages, and a recipe or one mistake.
+
+    The run folder is left out: `check_ranks` says what is wrong with it.
+    """
+    packages: dict[str, object] = {name: version(name) for name in ("torch", "lightning", "numpy")}
+    if recipe is None:
+        return {**packages, "recipe": loaded.message}
+    gpu = None if recipe.trainer.get("accelerator") == "cpu" else own_gpu(job)
+    settings = {**settings_of_ranks(recipe), **shared_processor(recipe.training.optimizer, gpu), "run.folder": None}
+    return packages | settings
 
 
 def _results_of(ranks: RankGroup, recipe: Recipe | None, loaded: CheckResult, asked: Question) -> list[CheckResult]:

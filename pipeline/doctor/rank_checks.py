@@ -26,7 +26,7 @@ from pipeline.doctor.recipe_checks import CheckResult
 from pipeline.ranks.rank_messages import post, read, silent_ranks
 from pipeline.ranks.rendezvous import Rendezvous, patience_seconds, use_loopback
 from pipeline.runtime.console import RendezvousError
-from pipeline.runtime.devices import mixed_processors_mistake, processor_name, sees_own_gpu_only
+from pipeline.runtime.devices import sees_own_gpu_only
 from pipeline.runtime.launch import RANKS_MISSING, JobStep, node_name, report_mistake_to_script
 
 ALL_REDUCE_BYTES = 1 << 24
@@ -138,11 +138,6 @@ def check_ranks(ranks: RankGroup, recipe: Recipe | None) -> Iterator[CheckResult
     if recipe is not None:
         yield from _check_shared_corpus(ranks, recipe.corpus_folder())
         yield from _check_shared_run_folder(ranks, recipe.run_folder())
-        on_cpu = recipe.trainer.get("accelerator") == "cpu"
-        processors = ranks.all_gather(processor_name(None if on_cpu else _own_gpu(ranks.job)))
-        mistake = mixed_processors_mistake(recipe.training.optimizer, processors)
-        if mistake is not None and ranks.job.rank == 0:
-            yield CheckResult(False, mistake)
     shared = list(_check_own_gpus(ranks))
     yield from shared
     if not unreachable and not shared:  # Otherwise it would fail for the reason that is already reported.
@@ -236,7 +231,7 @@ def _can_lock(path: Path) -> bool:
 
 def _check_own_gpus(ranks: RankGroup) -> Iterator[CheckResult]:
     """Check that no two ranks of a node use the same GPU. All ranks yield the same results."""
-    index = _own_gpu(ranks.job)
+    index = own_gpu(ranks.job)
     own = None if index is None else str(torch.cuda.get_device_properties(index).uuid)
     users: dict[tuple[str, str], list[int]] = {}
     for rank, (node, gpu) in enumerate(ranks.all_gather([node_name(), own])):
@@ -248,7 +243,7 @@ def _check_own_gpus(ranks: RankGroup) -> Iterator[CheckResult]:
             yield CheckResult(False, f"ranks {', '.join(map(str, theirs))} on {node} have the same GPU; {hint}")
 
 
-def _own_gpu(job: JobStep) -> int | None:
+def own_gpu(job: JobStep) -> int | None:
     """Return the index of this rank's GPU among those that torch sees; None if there is no such GPU."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = 0 if sees_own_gpu_only(job, visible) else job.local_rank
@@ -258,7 +253,7 @@ def _own_gpu(job: JobStep) -> int | None:
 def _check_all_reduce(ranks: RankGroup) -> Iterator[CheckResult]:
     """Run an all-reduce over all ranks, on CPUs and, if every rank has one, on GPUs."""
     num_ranks = ranks.job.num_tasks
-    on_gpu = all(ranks.all_gather(_own_gpu(ranks.job) is not None))
+    on_gpu = all(ranks.all_gather(own_gpu(ranks.job) is not None))
     for backend in ("gloo", "nccl") if on_gpu else ("gloo",):
         hint = f"export {backend.upper()}_SOCKET_IFNAME=the interface between nodes, and check firewalls"
         ranks.pending = f"all-reduce over {backend} does not finish; {hint}"
@@ -279,7 +274,7 @@ def _check_all_reduce(ranks: RankGroup) -> Iterator[CheckResult]:
 
 def _time_all_reduce(ranks: RankGroup, backend: str) -> tuple[float, float]:
     """Sum ones twice over all ranks; return a value of the result and the seconds of the second all-reduce."""
-    device = torch.device("cuda", _own_gpu(ranks.job) or 0) if backend == "nccl" else "cpu"
+    device = torch.device("cuda", own_gpu(ranks.job) or 0) if backend == "nccl" else "cpu"
     # NCCL's watchdog kills the process at the timeout; `exit_after` comes first and prints why.
     timeout = 4 * ranks.wait if backend == "nccl" else ranks.wait
     store = dist.PrefixStore(backend, ranks.store)

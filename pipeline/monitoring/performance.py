@@ -157,7 +157,6 @@ class RankBackend(NamedTuple):
     """Where a rank runs, and how it computes."""
 
     node: str
-    processor: str
     parts: dict[str, str]
     """`Backend.summary()`."""
     notes: tuple[str, ...]
@@ -172,7 +171,7 @@ def other_backends(ranks: list[RankBackend]) -> list[str]:
     """
     expected = ranks[0].parts
     names: dict[str, list[str]] = {}
-    for rank, (node, _, parts, notes) in enumerate(ranks):
+    for rank, (node, parts, notes) in enumerate(ranks):
         differences = [f"{part} {own}, not {expected[part]}" for part, own in parts.items() if own != expected[part]]
         if differences:
             reasons = f" ({'; '.join(notes)})" if notes else ""

@@ -21,14 +21,13 @@ from data_module.errors import InputError
 from data_module.system.files import PlainValues
 from data_module.system.text_files import progress_bar
 from model.backend import Backend
-from model.training_module import StepOutputs, TranslationModule
+from model.training_module import StepOutputs
 from pipeline.config.settings import LIKELIHOOD, validation_tag
 from pipeline.metrics.metrics import title_and_score
 from pipeline.monitoring.performance import RankBackend, Stragglers, matmul_rate, other_backends, slowest_rank
 from pipeline.monitoring.validation_metrics import quality
 from pipeline.ranks.rank_messages import plain, value_of_each_rank
 from pipeline.runtime.console import say
-from pipeline.runtime.devices import mixed_processors_mistake, processor_name
 from pipeline.runtime.launch import node_name
 from pipeline.runtime.memory import can_measure_peak, private_memory
 from pipeline.runtime.step_clock import OWN, StepClock
@@ -151,13 +150,8 @@ class TrainingMonitor(Callback):
             self._progress = Progress(trainer.global_step, trainer.max_steps, int(every) if validates else None)
             self._progress.validation_seconds = self._validation_seconds
             self._first_line_at = time.monotonic() + FIRST_LINE_SECONDS
-        processor = processor_name(pl_module.device.index if pl_module.device.type == "cuda" else None)
-        own = RankBackend(node_name(), processor, self._backend.summary(), self._backend.notes)
+        own = RankBackend(node_name(), self._backend.summary(), self._backend.notes)
         ranks = [RankBackend(*theirs) for theirs in plain(value_of_each_rank(own))]
-        assert isinstance(pl_module, TranslationModule)
-        optimizer = pl_module.training_settings.optimizer
-        if mistake := mixed_processors_mistake(optimizer, [rank.processor for rank in ranks]):
-            raise InputError(mistake)
         self.nodes = [rank.node for rank in ranks]
         for line in other_backends(ranks):
             say(line)

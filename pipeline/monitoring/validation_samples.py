@@ -8,7 +8,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from data_module.batch import PaddedBatch
 from data_module.corpus.manifest import SplitSources
-from data_module.errors import InputError
 from data_module.system.files import PlainValues
 from data_module.tokenization.tokenizer import Tokenizer
 from model.training_module import TranslationModule
@@ -68,13 +67,6 @@ class ValidationSamples(Callback):
         self._kept: dict[int, ScoredTranslation] = {}
         self._best_by = best_by
         self.best_score: float | None = None
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise InputError if BLEU's tokenizer differs between ranks because nodes have different packages."""
-        names = value_of_each_rank(self._bleu_tokenizer)
-        if len(set(names)) > 1:  # All ranks raise the error and end in the same way.
-            counted = ", ".join(f"{name} on rank {names.index(name)}" for name in sorted(set(names), key=names.index))
-            raise InputError(f"BLEU's tokenizers differ: {counted}; install the same packages on all nodes")
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset the metrics and forget the translations of the last validation."""

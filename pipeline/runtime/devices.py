@@ -1,7 +1,7 @@
 """Devices and numeric precision: what the hardware supports, and how TF32 is set up."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -67,26 +67,18 @@ def allow_tf32(options: TrainerOptions) -> None:
             say("float32: matrix products use TF32; set NVIDIA_TF32_OVERRIDE=0 in the environment for full precision")
 
 
-def processor_name(gpu: int | None) -> str:
-    """Return what determines the rounding of this process's products: the GPU, or the CPU and its instructions."""
-    if gpu is not None:
-        return torch.cuda.get_device_name(gpu)
-    products = " with bfloat16" if torch.cpu.get_capabilities().get("avx512_bf16", False) else ""
-    return f"{torch.cpu.get_capabilities().get('cpu_name', 'CPU')}, {torch.backends.cpu.get_cpu_capability()}{products}"
+def shared_processor(optimizer: str, gpu: int | None) -> dict[str, object]:
+    """Return what ranks have to have in common beside a recipe, so that their weights do not drift apart.
 
-
-def mixed_processors_mistake(optimizer: str, processors: Sequence[str]) -> str | None:
-    """Return the mistake if ranks on different processors would let their weights drift apart; None if not.
-
-    Adam's arithmetic is the same to the bit everywhere. With Muon, each rank multiplies matrices by itself.
+    Adam's arithmetic is the same to the bit everywhere. With Muon, each rank multiplies matrices by itself, and they
+    are rounded as the GPU does, or the CPU by its instructions. `gpu` is the index of this rank's; None for the CPU.
     """
-    kinds = sorted(set(processors))
-    if optimizer != "muon" or len(kinds) == 1:
-        return None
-    return (
-        f"training.optimizer muon: ranks compute on {' and '.join(kinds)}, which round products differently, so that"
-        " their weights would drift apart; use nodes of one kind, or adam"
-    )
+    if optimizer != "muon":
+        return {}
+    found = torch.cpu.get_capabilities()
+    products = " with bfloat16" if found.get("avx512_bf16", False) else ""
+    cpu = f"{found.get('cpu_name', 'CPU')}, {torch.backends.cpu.get_cpu_capability()}{products}"
+    return {"training.optimizer muon on": cpu if gpu is None else torch.cuda.get_device_name(gpu)}
 
 
 def best_precision(accelerator: object) -> str:

@@ -33,7 +33,7 @@ from pipeline.monitoring.run_metadata import RunMetadata, first_submission, reco
 from pipeline.monitoring.training_monitor import TrainingMonitor
 from pipeline.monitoring.validation_samples import ValidationSamples
 from pipeline.runtime.console import say
-from pipeline.runtime.devices import TrainerOptions
+from pipeline.runtime.devices import TrainerOptions, shared_processor
 from pipeline.runtime.lightning_private import disable_signal_handling
 from pipeline.training.graceful_stop import GracefulStop
 from pipeline.training.memory_probe import MemoryProbe
@@ -217,5 +217,10 @@ def build_trainer(start: Start, options: TrainerOptions, callbacks: list[Callbac
     trainer = make_trainer(options, start.plan.job, (AtomicCheckpointIO(),), logger=log, callbacks=callbacks)
     disable_signal_handling(trainer)
     if isinstance(trainer.strategy, ConnectedDDP):
-        trainer.strategy.settings = settings_of_ranks(start.plan.recipe)
+        recipe, device = start.plan.recipe, trainer.strategy.root_device
+        trainer.strategy.settings = {
+            **settings_of_ranks(recipe),
+            **shared_processor(recipe.training.optimizer, device.index if device.type == "cuda" else None),
+            "BLEU's tokenizer": choose_bleu_tokenizer(recipe, resume).tokenizer,
+        }
     return trainer

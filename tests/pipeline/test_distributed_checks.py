@@ -22,7 +22,7 @@ from pipeline.doctor.rank_checks import RankGroup, UnresponsiveRanksError, check
 from pipeline.doctor.recipe_checks import CheckResult, Report
 from pipeline.doctor.start_checks import check_machine, check_trainer
 from pipeline.ranks.rendezvous import other_settings
-from pipeline.runtime.devices import gpus_mistake, mixed_processors_mistake
+from pipeline.runtime.devices import gpus_mistake
 from pipeline.runtime.launch import RANKS_MISSING, JobStep, node_name
 from pipeline.training.trainer import make_trainer, trainer_options
 from tests.conftest import ROOT, program
@@ -188,7 +188,7 @@ def test_a_task_that_sees_one_gpu_trains_on_it(local_rank: int, one_gpu: pytest.
     assert trainer.strategy.root_device == torch.device("cuda", 0)
     assert (trainer.num_devices, trainer.world_size, trainer.local_rank) == (4, 4, local_rank)
     assert trainer.strategy.determine_ddp_device_ids() == [0]
-    assert rank_checks._own_gpu(step) == 0  # of doctor's all-reduce
+    assert rank_checks.own_gpu(step) == 0  # of doctor's all-reduce
 
 
 @pytest.mark.two_processors
@@ -217,11 +217,19 @@ def test_each_rank_reports_its_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == [["fine", "slow", "wrong", "no such recipe"], ["slow", "wrong"]]
 
 
-def test_ranks_on_processors_of_several_kinds_cannot_share_muons_updates() -> None:
-    assert mixed_processors_mistake("adam", ["H100", "A100"]) is None
-    assert mixed_processors_mistake("muon", ["H100", "H100"]) is None
-    mistake = mixed_processors_mistake("muon", ["H100", "A100", "H100"])
-    assert str(mistake).startswith("training.optimizer muon: ranks compute on A100 and H100, which ")
+def test_ranks_on_processors_of_several_kinds_cannot_share_muons_updates(one_gpu: pytest.MonkeyPatch) -> None:
+    def shared(name: str, optimizer: str, *options: str) -> dict[str, object]:
+        one_gpu.setattr(torch.cuda, "get_device_name", lambda _: name)
+        recipe = demo_recipe("--training.optimizer", optimizer, *options)
+        return doctor._shared_settings(recipe, CheckResult(True, ""), STEP)
+
+    assert other_settings(shared("A100", "adam"), shared("H100", "adam")) == ""
+    assert other_settings(shared("H100", "muon"), shared("H100", "muon")) == ""
+    assert other_settings(shared("A100", "muon"), shared("H100", "muon")) == (
+        "training.optimizer muon on A100, not H100"
+    )
+    on_cpu = "--trainer.accelerator=cpu"
+    assert other_settings(shared("A100", "muon", on_cpu), shared("H100", "muon", on_cpu)) == ""
 
 
 def test_a_part_of_a_nodes_gpus_is_refused_by_fit(one_gpu: pytest.MonkeyPatch) -> None:
@@ -232,20 +240,18 @@ def test_a_part_of_a_nodes_gpus_is_refused_by_fit(one_gpu: pytest.MonkeyPatch) -
         check_trainer(demo_recipe(), step, Report())
 
 
-def test_what_ranks_have_in_common(tmp_path: Path) -> None:
-    """Ranks with other packages, another recipe or none do not begin; the run folder may be given by another way."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "link").symlink_to("run")
+def test_what_ranks_have_in_common() -> None:
+    """Ranks with other packages, another recipe or none do not begin; folders are compared later."""
 
     def shared(*options: str) -> dict[str, object]:
-        return doctor._shared_settings(demo_recipe(*options), CheckResult(True, "recipe demo"))
+        return doctor._shared_settings(demo_recipe(*options), CheckResult(True, "recipe demo"), STEP)
 
-    ours = shared(f"--run.folder={tmp_path / 'run'}")
-    assert other_settings(shared(f"--run.folder={tmp_path / 'link'}"), ours) == ""
-    theirs = shared(f"--run.folder={tmp_path / 'link'}", "--training.warmup_steps=7")
+    ours = shared("--run.folder=ours")
+    assert other_settings(shared("--run.folder=theirs"), ours) == ""
+    theirs = shared("--training.warmup_steps=7")
     assert other_settings(theirs, ours) == f"training.warmup_steps 7, not {demo_recipe().training.warmup_steps}"
     assert other_settings({**ours, "numpy": "0.1"}, ours).startswith("numpy 0.1, not ")
-    failed = doctor._shared_settings(None, CheckResult(False, "no such file"))
+    failed = doctor._shared_settings(None, CheckResult(False, "no such file"), STEP)
     assert other_settings(failed, failed) == ""
     assert other_settings(failed, ours)
 

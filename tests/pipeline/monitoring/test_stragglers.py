@@ -61,8 +61,8 @@ def test_the_curves() -> None:
 
 
 def test_ranks_with_another_backend_are_named_together() -> None:
-    usual = RankBackend("alpha", "EPYC", {"attention": "C++", "search": "C++"}, ("a note that all ranks have",))
-    slower = RankBackend("beta", "EPYC", {"attention": "plain", "search": "PyTorch"}, ("g++ is not installed",))
+    usual = RankBackend("alpha", {"attention": "C++", "search": "C++"}, ("a note that all ranks have",))
+    slower = RankBackend("beta", {"attention": "plain", "search": "PyTorch"}, ("g++ is not installed",))
     assert other_backends([usual, usual]) == []
     assert other_backends([usual, slower, usual, slower]) == [
         "another backend than rank 0's on rank 1 on beta, rank 3 on beta: attention plain, not C++; search PyTorch, "
