@@ -15,7 +15,6 @@ from pathlib import Path
 import yaml
 
 from data_module.corpus.manifest import TEXT_KEYS, changes
-from data_module.corpus.preparation import existing_corpus
 from data_module.errors import InputError, first_of
 from data_module.system.files import (
     FORMAT_VERSION,
@@ -408,15 +407,9 @@ def check_same_run(path: Path, recipe: Recipe, texts_may_change: bool = False) -
     forbidden, allowed = changes_of_run(path, recipe, texts_may_change)
     if not forbidden:
         return allowed
-    also = ""
-    try:
-        existing_corpus(recipe.corpus, compare_texts=False)
-    except InputError:  # With --fresh alone, the corpus, which was made by the other recipe, would be refused next.
-        also = " and another corpus.folder"
     raise InputError(
-        f"{path}: contains a run of another recipe: {first_of(forbidden)}; change it back to resume"
-        f" that run (its recipe is {path / 'config.yaml'}), or give another run.folder{also}, or --fresh{also} to"
-        " remove that run"
+        f"{path}: contains a run of another recipe: {first_of(forbidden)}; change it back to resume that run (its"
+        f" recipe is {path / 'config.yaml'}), or give another run.folder, or --fresh to remove that run"
     )
 
 

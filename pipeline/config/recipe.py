@@ -16,7 +16,7 @@ from data_module.settings import BatchSettings, CorpusSettings
 from data_module.system.files import PlainValues, user_path
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from pipeline.config.recipe_files import RecipeLoader, extended, merge, plain_copy, read_extended
-from pipeline.config.schema import Checker, annotation, place_in
+from pipeline.config.schema import Checker, annotation, place_in, place_of
 from pipeline.config.settings import TRAINER_KEYS, MonitoringSettings, RunSettings
 from pipeline.runtime.console import report
 
@@ -174,10 +174,12 @@ def _checked(values: PlainValues, places: dict[str, str], mistakes: list[str]) -
     values = _without_old_keys(values, places)
     check = Checker(places)
     recipe = check.dataclass(values, Recipe, "")
-    check.mistakes += _unregistered_names(values, places)
     if isinstance(values.get("trainer"), dict):
         check.signature(values["trainer"], TRAINER_KEYS, "trainer")
     mistakes += check.mistakes
+    for mistake in _unregistered_names(recipe) if recipe is not None else ():
+        place = place_of(mistake.partition(" ")[0], places)
+        mistakes.append(f"{place}: {mistake}" if place else mistake)
     if mistakes:
         many = f"{len(mistakes)} mistakes: " if len(mistakes) > 1 else ""
         raise InputError(many + "; ".join(mistakes))
@@ -214,36 +216,25 @@ def _warn_once(message: str) -> None:
     report(message)
 
 
-_REGISTRY_KEYS = {
-    "network.norm": NetworkSettings.norm,
-    "network.activation": NetworkSettings.activation,
-    "network.self_attention": NetworkSettings.self_attention,
-    "training.schedule": TrainingSettings.schedule,
-    "training.optimizer": TrainingSettings.optimizer,
-}
-"""Keys that hold a registered name, and their defaults."""
-
-
-def _unregistered_names(values: PlainValues, places: dict[str, str]) -> list[str]:
+def _unregistered_names(recipe: Recipe) -> list[str]:
     """Return a mistake for each name that is not registered, such as that of a norm."""
-    names = {}
-    for key in _REGISTRY_KEYS:
-        section, _, name = key.partition(".")
-        value = values[section].get(name) if isinstance(values.get(section), dict) else None
-        if isinstance(value, (str, int, float)) and not isinstance(value, bool):
-            names[key] = str(value)
-    if all(name == _REGISTRY_KEYS[key] for key, name in names.items()):
+    given = {
+        f"{section}.{name}": getattr(settings, name)
+        for section, settings, names in (
+            ("network", recipe.network, ("norm", "activation", "self_attention")),
+            ("training", recipe.training, ("schedule", "optimizer")),
+        )
+        for name in names
+        if getattr(settings, name) != getattr(type(settings), name)
+    }
+    if not given:
         return []
     # The registries import torch, which some commands do not need.
     from model.layers import ACTIVATIONS, NORMS, SELF_ATTENTIONS
     from model.optimization import OPTIMIZERS, SCHEDULES
 
-    mistakes = []
-    for registry in (NORMS, ACTIVATIONS, SELF_ATTENTIONS, SCHEDULES, OPTIMIZERS):
-        if registry.key in names and names[registry.key] not in registry:
-            place = f"{places[registry.key]}: " if registry.key in places else ""
-            mistakes.append(place + registry.unknown(names[registry.key]))
-    return mistakes
+    registries = (NORMS, ACTIVATIONS, SELF_ATTENTIONS, SCHEDULES, OPTIMIZERS)
+    return [one.unknown(given[one.key]) for one in registries if one.key in given and given[one.key] not in one]
 
 
 def _override(values: PlainValues, places: dict[str, str], arguments: list[str]) -> list[str]:

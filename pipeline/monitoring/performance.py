@@ -6,14 +6,12 @@ time. The machine's rate is measured with a large matrix product in the precisio
 
 import statistics
 import time
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from data_module.corpus.store import ParallelCorpus
-from data_module.errors import first_of
 from model.settings import NetworkSettings
 
 _MAX_PAIRS = 1_000_000
@@ -151,33 +149,3 @@ def slowest_rank(step_seconds: list[float]) -> tuple[int, float]:
     """
     rank = max(range(len(step_seconds)), key=step_seconds.__getitem__)
     return rank, step_seconds[rank] / statistics.median_low(step_seconds)
-
-
-class RankBackend(NamedTuple):
-    """Where a rank runs, and how it computes."""
-
-    node: str
-    parts: dict[str, str]
-    """`Backend.summary()`."""
-    notes: tuple[str, ...]
-    """`Backend.notes`."""
-
-
-def other_backends(ranks: list[RankBackend]) -> list[str]:
-    """Return a line for each backend that differs from rank 0's: which ranks have it, what differs, and why.
-
-    Ranks may have different backends: each rank's gradient is that of its part of the batch up to rounding, and all
-    ranks take the same optimizer step.
-    """
-    expected = ranks[0].parts
-    names: dict[str, list[str]] = {}
-    for rank, (node, parts, notes) in enumerate(ranks):
-        differences = [f"{part} {own}, not {expected[part]}" for part, own in parts.items() if own != expected[part]]
-        if differences:
-            reasons = f" ({'; '.join(notes)})" if notes else ""
-            names.setdefault("; ".join(differences) + reasons, []).append(f"rank {rank} on {node}")
-    return [
-        f"another backend than rank 0's on {first_of(theirs, 16, ', ')}: {what}; results agree up to rounding, and all "
-        "ranks wait for the slowest one"
-        for what, theirs in names.items()
-    ]

@@ -24,10 +24,10 @@ from model.backend import Backend
 from model.training_module import StepOutputs
 from pipeline.config.settings import LIKELIHOOD, validation_tag
 from pipeline.metrics.metrics import title_and_score
-from pipeline.monitoring.performance import RankBackend, Stragglers, matmul_rate, other_backends, slowest_rank
+from pipeline.monitoring.performance import Stragglers, matmul_rate, slowest_rank
 from pipeline.monitoring.validation_metrics import quality
 from pipeline.ranks.rank_messages import plain, value_of_each_rank
-from pipeline.runtime.console import say
+from pipeline.runtime.console import print_above_bars, say
 from pipeline.runtime.launch import node_name
 from pipeline.runtime.memory import can_measure_peak, private_memory
 from pipeline.runtime.step_clock import OWN, StepClock
@@ -141,7 +141,7 @@ class TrainingMonitor(Callback):
         self._own_steps, self._own_step_seconds = 0, 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure the machine's rate, report ranks whose backend differs from rank 0's, and start the clock."""
+        """Measure the machine's rate, say if this rank's backend differs from rank 0's, and start the clock."""
         if self._flops_per_token:
             self._matmul_rate = matmul_rate(pl_module.device, str(trainer.precision))
         if trainer.is_global_zero:
@@ -150,11 +150,15 @@ class TrainingMonitor(Callback):
             self._progress = Progress(trainer.global_step, trainer.max_steps, int(every) if validates else None)
             self._progress.validation_seconds = self._validation_seconds
             self._first_line_at = time.monotonic() + FIRST_LINE_SECONDS
-        own = RankBackend(node_name(), self._backend.summary(), self._backend.notes)
-        ranks = [RankBackend(*theirs) for theirs in plain(value_of_each_rank(own))]
-        self.nodes = [rank.node for rank in ranks]
-        for line in other_backends(ranks):
-            say(line)
+        ranks = plain(value_of_each_rank([node_name(), self._backend.summary()]))
+        self.nodes = [node for node, _ in ranks]
+        (_, first), (node, own) = ranks[0], ranks[trainer.global_rank]
+        if different := [f"{part} {one}, not {first[part]}" for part, one in own.items() if one != first[part]]:
+            reasons = f" ({'; '.join(self._backend.notes)})" if self._backend.notes else ""
+            print_above_bars(
+                f"another backend than rank 0's on rank {trainer.global_rank} on {node}: {'; '.join(different)}"
+                f"{reasons}; results agree up to rounding, and all ranks wait for the slowest one"
+            )
         model = trainer.strategy.model
         if isinstance(model, DistributedDataParallel) and trainer.world_size > 1:
             self._ddp, self._stragglers = model, Stragglers(self.nodes)

@@ -197,11 +197,11 @@ def test_configured_plots(recipe_file: Path, tmp_path: Path) -> None:
 
 
 def test_after_the_corpus_is_rebuilt_fresh_is_enough(recipe_file: Path, tmp_path: Path) -> None:
-    """Before, another corpus folder is needed too."""
+    """Before, the corpus is refused."""
     corpus = ["--corpus.folder", tmp_path / "corpus", "--trainer.max_steps", 4]
     run = fit(recipe_file, tmp_path / "run", *corpus)
     again = [recipe_file, "--run.folder", run, *corpus, "--corpus.vocabulary_size", 50]
-    assert "another corpus.folder, or --fresh and another corpus.folder to remove that run" in refusal("fit", *again)
+    assert f"{tmp_path / 'corpus'}" in refusal("fit", *again, "--fresh")
     run_here("prepare", *again, "--force")
     assert refusal("fit", *again).endswith("or give another run.folder, or --fresh to remove that run")
     run_here("fit", *again, "--fresh")

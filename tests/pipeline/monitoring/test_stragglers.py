@@ -1,8 +1,8 @@
-"""The rules that name ranks that are slow or compute otherwise than rank 0, with numbers worked by hand."""
+"""The rules that name ranks that are slow, with numbers worked by hand."""
 
 import pytest
 
-from pipeline.monitoring.performance import RankBackend, Stragglers, other_backends, slowest_rank
+from pipeline.monitoring.performance import Stragglers, slowest_rank
 
 NODES = ["alpha", "beta", "gamma", "delta"]
 
@@ -58,13 +58,3 @@ def test_the_curves() -> None:
     assert slowest_rank([2.0, 3.0]) == (1, 1.5)
     assert slowest_rank([4.0, 1.0, 2.0]) == (0, 2.0)
     assert slowest_rank([2.0, 8.0, 4.0, 6.0]) == (1, 2.0)
-
-
-def test_ranks_with_another_backend_are_named_together() -> None:
-    usual = RankBackend("alpha", {"attention": "C++", "search": "C++"}, ("a note that all ranks have",))
-    slower = RankBackend("beta", {"attention": "plain", "search": "PyTorch"}, ("g++ is not installed",))
-    assert other_backends([usual, usual]) == []
-    assert other_backends([usual, slower, usual, slower]) == [
-        "another backend than rank 0's on rank 1 on beta, rank 3 on beta: attention plain, not C++; search PyTorch, "
-        "not C++ (g++ is not installed); results agree up to rounding, and all ranks wait for the slowest one"
-    ]
