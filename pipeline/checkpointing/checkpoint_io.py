@@ -26,21 +26,14 @@ class HostCopy:
     def __init__(self) -> None:
         self.size = 0
         """Bytes that are planned for the copy; 0 if there is no room."""
-        self.refusal = "no copy was planned"
-        """Why there is no room for a copy."""
-        self._processes = 1
+        self.wanted, self._processes = 0, 1
         self._storages: list[torch.UntypedStorage] = []
 
     def plan(self, size: int, processes: int) -> None:
         """Plan a copy of `size` bytes if there is room beside what this process has; `processes` share the node's."""
         self.release()
-        self._processes = processes
-        if not can_measure_peak():
-            self.refusal = "this system does not report how much memory a process uses"
-            return
-        limit = host_memory_limit(processes)
-        self.refusal = f"a copy of {size / 1e6:,.0f} MB does not fit, {limit.owner} has {limit.size / 1e6:,.0f} MB"
-        if private_memory() + size <= limit.size:
+        self.wanted, self._processes = size, processes
+        if can_measure_peak() and private_memory() + size <= host_memory_limit(processes).size:
             self.size = size
 
     def release(self) -> None:
@@ -67,7 +60,6 @@ class HostCopy:
                 self._storages += (torch.empty(size, dtype=torch.uint8).untyped_storage() for size in sizes)
             except RuntimeError:  # PyTorch's error where the system gives a process no more memory
                 self.release()
-                self.refusal = f"this system gives no memory for a copy of {sum(sizes) / 1e6:,.0f} MB"
                 return None
         copies = dict(zip(storages, self._storages, strict=True))
         for key, storage in storages.items():
@@ -114,15 +106,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def release(self) -> None:
         """Give the copy's memory back, if there is one, and write in the foreground from now on."""
         self.wait()
-        if self.copy.size:
-            self.copy.refusal = f"the micro-batches and a copy of {self.copy.size / 1e6:,.0f} MB do not fit together"
         self.copy.release()
 
     def describe(self) -> str:
         """Say how checkpoints are written, for the line that `fit` prints at its start."""
         if self.copy.size:
             return f"written in the background from a copy in memory of {self.copy.size / 1e6:,.0f} MB"
-        return f"training waits while they are written: {self.copy.refusal}"
+        return f"training waits while they are written: no memory for a copy of {self.copy.wanted / 1e6:,.0f} MB"
 
     def save_checkpoint(
         self, checkpoint: PlainValues, path: str | Path, storage_options: WriteOptions | None = None

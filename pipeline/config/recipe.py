@@ -190,6 +190,8 @@ def _checked(values: PlainValues, places: dict[str, str], mistakes: list[str]) -
 
 OLD_KEYS: dict[str, tuple[object, str, str]] = {
     "run.cuda_graphs": (..., "1.1", "steps run kernel by kernel"),
+    "monitoring.attention_layers": (..., "1.2", "pictures show the first and the last layer of each stack"),
+    "monitoring.attention_heads": (..., "1.2", "pictures show the first eight heads"),
     "run.kernels": ("triton", "1.2", "PyTorch's kernels train on a GPU, and the C++ programs on a CPU"),
 }
 """Keys without effect: the value that has none (`...` for all), the version since which, and what happens instead.

@@ -78,20 +78,15 @@ BLEU_TOKENIZERS: tuple[str, ...] = get_args(get_args(RunSettings.__annotations__
 
 @dataclass(frozen=True)
 class MonitoringSettings:
-    """What attention plots and the projector show. Sentences, layers and heads are counted from 0."""
+    """What attention plots and the projector show."""
 
     attention_sentences: list[int] | None = None
     """Validation pairs, from 0 on, whose attention is plotted; none if empty, two of the displayed samples if null."""
-    attention_layers: list[int] | None = None
-    """Layers, from 0 on, whose attention is plotted if there are such; the first and last of each stack if null."""
-    attention_heads: list[int] | None = None
-    """Heads, from 0 on, whose attention is plotted; the first eight if null."""
     embedding_pieces: int = 2000
     """Number of the most frequent pieces shown in the projector."""
 
     def __post_init__(self) -> None:
-        indices = "attention_sentences", "attention_layers", "attention_heads"
-        check_range(self, "monitoring", "0 or more", lambda values: min(values, default=0) >= 0, *indices)
+        check_range(self, "monitoring", "0 or more", lambda values: min(values, default=0) >= 0, "attention_sentences")
         check_range(self, "monitoring", "1 or more", lambda count: count >= 1, "embedding_pieces")
 
 

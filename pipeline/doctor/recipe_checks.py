@@ -114,7 +114,7 @@ def check_recipe(recipe: Recipe, job: JobStep | None, fresh: bool, report: Repor
 
 
 def check_training(recipe: Recipe) -> None:
-    """Raise InputError for settings of training and monitoring that contradict other settings."""
+    """Raise InputError for settings of training that contradict other settings."""
     network, training, max_steps = recipe.network, recipe.training, recipe.trainer["max_steps"]
     if training.r_drop_alpha and not (network.dropout or network.attention_dropout or network.activation_dropout):
         raise InputError(
@@ -126,13 +126,6 @@ def check_training(recipe: Recipe) -> None:
             f"training.warmup_steps {training.warmup_steps} leaves no step to training.schedule {training.schedule}, "
             f"which ends at trainer.max_steps {max_steps}; lower the former"
         )
-    plots, depth = recipe.monitoring, max(network.encoder_layers, network.decoder_layers)
-    for name, indices, count in (
-        ("attention_layers", plots.attention_layers, depth),
-        ("attention_heads", plots.attention_heads, network.num_heads),
-    ):
-        if indices and max(indices) >= count:
-            raise InputError(f"monitoring.{name}: {max(indices)} does not exist; give numbers up to {count - 1}")
 
 
 def check_corpus(settings: CorpusSettings, report: Report) -> TextChecker | None:

@@ -26,9 +26,9 @@ _MAX_COUNTED_TOKENS = 5_000_000
 class AttentionPlots(Callback):
     """Draws the attention of chosen validation pairs, on rank 0.
 
-    Must come after `samples`, which collects the translations of the validation's `sources`, and before `EMA`, which
-    restores the weights. `check_training` has checked that the layers and heads of `settings` exist. The start of the
-    training corpus gives the frequencies of pieces.
+    Of each stack, the first and the last layer are drawn, and at most eight heads. Must come after `samples`, which
+    collects the translations of the validation's `sources`, and before `EMA`, which restores the weights. The start of
+    the training corpus gives the frequencies of pieces.
     """
 
     def __init__(
@@ -45,12 +45,8 @@ class AttentionPlots(Callback):
         self._pairs = samples.samples[:2] if settings.attention_sentences is None else settings.attention_sentences
         samples.keep(self._pairs)
         depths = {"encoder": network.encoder_layers, "decoder": network.decoder_layers, "cross": network.decoder_layers}
-        # If encoder and decoder differ in depth, a given layer may exist in only one of them.
-        self._layers = {
-            kind: [layer for layer in settings.attention_layers or sorted({0, depth - 1}) if layer < depth]
-            for kind, depth in depths.items()
-        }
-        self._heads = settings.attention_heads or list(range(min(network.num_heads, _MAX_HEADS)))
+        self._layers = {kind: sorted({0, depth - 1}) for kind, depth in depths.items()}
+        self._heads = range(min(network.num_heads, _MAX_HEADS))
         counted = [side.tokens[:_MAX_COUNTED_TOKENS] for side in (corpus.source, corpus.target)]
         self._occurrences = np.bincount(np.concatenate(counted), minlength=tokenizer.vocabulary_size)
         by_frequency = NUM_SPECIAL_IDS + np.argsort(-self._occurrences[NUM_SPECIAL_IDS:], kind="stable")
@@ -84,10 +80,9 @@ class AttentionPlots(Callback):
             page = f"{labels.note}\n\n{table(['number', 'source', 'target'], rows)}"
             log.add_text(f"validation_attention/pieces_{number}", page, module.global_step)
         for kind, layers in self._layers.items():
-            if layers:
-                weights = torch.cat(maps[kind]).float().cpu().numpy()
-                image = drawing.draw_attention(kind, weights, labels, layers, self._heads, f", validation pair {pair}")
-                log.add_image(f"validation_attention/{kind}_{number}", image, module.global_step)
+            weights = torch.cat(maps[kind]).float().cpu().numpy()
+            image = drawing.draw_attention(kind, weights, labels, layers, self._heads, f", validation pair {pair}")
+            log.add_image(f"validation_attention/{kind}_{number}", image, module.global_step)
 
     def _write_embeddings(self, log: RunLog, module: TranslationModule) -> None:
         """Write the embeddings of the most frequent pieces for TensorBoard's projector, which shows one version."""

@@ -256,8 +256,6 @@ KEYS: dict[str, tuple[object, Use | None]] = {
         ),
     ),
     "monitoring.attention_sentences": ([3], lambda b: b.callbacks["AttentionPlots"]._pairs),
-    "monitoring.attention_layers": ([1], lambda b: same(b.callbacks["AttentionPlots"]._layers.values())),
-    "monitoring.attention_heads": ([2], lambda b: b.callbacks["AttentionPlots"]._heads),
     "monitoring.embedding_pieces": (20, lambda b: len(b.callbacks["AttentionPlots"]._frequent_pieces)),
     "trainer.accelerator": ("cpu", lambda b: b.trainer.strategy.root_device.type),
     "trainer.strategy": ("ddp", lambda b: "ddp" if type(b.trainer.strategy) is ConnectedDDP else None),

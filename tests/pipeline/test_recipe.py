@@ -420,10 +420,15 @@ def test_mistakes_in_a_dictionary() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "warning"),
     [
-        ("cuda_graphs", "null", None),
-        ("cuda_graphs", "false", None),
-        ("cuda_graphs", "true", "run.cuda_graphs has no effect since version 1.1: steps run kernel by kernel; remove "),
-        ("kernels", "triton", "run.kernels triton has no effect since version 1.2: PyTorch's kernels train on a GPU, "),
+        ("run.cuda_graphs", "null", None),
+        ("run.cuda_graphs", "false", None),
+        (
+            "run.cuda_graphs",
+            "true",
+            "run.cuda_graphs has no effect since version 1.1: steps run kernel by kernel; remove ",
+        ),
+        ("run.kernels", "triton", "run.kernels triton has no effect since version 1.2: PyTorch's kernels train on"),
+        ("monitoring.attention_heads", "[1]", "monitoring.attention_heads has no effect since version 1.2: pictures "),
     ],
 )
 def test_keys_and_values_that_have_no_effect_any_more(
@@ -431,14 +436,15 @@ def test_keys_and_values_that_have_no_effect_any_more(
 ) -> None:
     """They are accepted, typed or stored, and change no recipe; asking for something is answered once."""
     plain = load_recipe([write(tmp_path, MINIMAL)])
-    path = write(tmp_path, f"{MINIMAL}run:\n  {key}: {value}\n")
+    section, name = key.split(".")
+    path = write(tmp_path, f"{MINIMAL}{section}:\n  {name}: {value}\n")
     for _ in range(2):
         assert load_recipe([path]).as_dict() == plain.as_dict()
     said = capsys.readouterr().err.splitlines()
     assert [line.startswith(f"warning: {path}:6: {warning}") for line in said] == [True] * (warning is not None)
-    assert load_recipe([path], [f"--run.{key}", value]).as_dict() == plain.as_dict()
+    assert load_recipe([path], [f"--{key}", value]).as_dict() == plain.as_dict()
     capsys.readouterr()
     stored = plain.as_dict()
-    stored["run"] |= {key: yaml.safe_load(value)}
+    stored[section] |= {name: yaml.safe_load(value)}
     assert stored_settings(stored, Recipe, "", exact=True) == plain
-    assert (stored["run"][key], capsys.readouterr().err) == (yaml.safe_load(value), "")
+    assert (stored[section][name], capsys.readouterr().err) == (yaml.safe_load(value), "")

@@ -118,7 +118,7 @@ WRONG = [
     "corpus.user_symbols: {a: b}",
     "run.kernels: cuda",
     "run.seed: 2001-01-01",
-    "monitoring.attention_heads: [-1]",
+    "monitoring.attention_sentences: [-1]",
     "trainer.max_step: 5",
     "trainer.val_check_interval: 0.5",
     "trainer.precision: 16-true",

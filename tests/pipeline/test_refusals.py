@@ -189,8 +189,6 @@ MISTAKES: dict[str, tuple[Callable[[Place], None], str]] = {
         "training.warmup_steps 10 leaves no step to training.schedule linear",
     ),
     "no dropout": (settings(network__dropout=0, training__r_drop_alpha=5.0), "training.r_drop_alpha 5.0 compares"),
-    "a layer": (settings(monitoring__attention_layers=[0, 1]), "monitoring.attention_layers: 1 does not exist; give"),
-    "a head": (settings(monitoring__attention_heads=2), "monitoring.attention_heads: 2 does not exist; give numbers"),
     "pieces": (settings(corpus__vocabulary_size=-1), "corpus.vocabulary_size: must be from 1 to"),
     "a text": (lambda place: (place.folder / "train.source").unlink(), "train.source is missing; put it there"),
     "a data set": (settings(corpus__train=[{"dataset": "a/b", "split": "c"}]), "data set a/b comes from the Hugging F"),
