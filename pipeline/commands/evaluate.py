@@ -13,7 +13,8 @@ from data_module.system.files import user_path
 from data_module.system.outputs import require_writable
 from pipeline.inference.file_options import check_files
 from pipeline.inference.options import SearchOptions, add_prefix_argument, add_search_arguments
-from pipeline.inference.text_io import paired_texts, read_numbers, require_as_many
+from pipeline.inference.text_io import paired_texts
+from pipeline.runtime.console import report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,14 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="add a metric of sacreBLEU; may be given several times (default: the recipe's run.metrics)",
     )
-    parser.add_argument(
-        "--scores",
-        type=user_path,
-        metavar="FILE",
-        action="append",
-        default=[],
-        help="add the mean of another program's scores, one number per line; with --versus, give a FILE for each model",
-    )
+    # Without effect since version 1.2.
+    parser.add_argument("--scores", type=user_path, action="append", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=user_path, help="a file to write the translations to")
     parser.add_argument(
         "--paper", action="store_true", help="add BLEU on Moses tokens, as in papers (needs the extra paper-score)"
@@ -70,30 +65,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Check the options and read the texts, then translate and score."""
     options = replace(SearchOptions.given(arguments), n_best=1 if arguments.n_best is None else arguments.n_best)
-    texts, scores = given_texts(arguments), given_scores(arguments)
+    texts = given_texts(arguments)
+    if arguments.scores:
+        report("warning: --scores has no effect since version 1.2: compare COMET's scores by comet-compare; omit it")
     check_files(arguments)
     if arguments.output is not None:
         require_writable(arguments.output, "--output")
-    for path, numbers in zip(arguments.scores, scores, strict=True):
-        require_as_many(path, numbers, len(texts[0]) if texts else len(numbers))
     from pipeline.inference.evaluation import evaluate  # torch and sacreBLEU
 
-    evaluate(arguments, options, texts, scores)
+    evaluate(arguments, options, texts)
     return 0
-
-
-def given_scores(arguments: argparse.Namespace) -> list[list[float]]:
-    """Return the numbers of each file of `--scores`.
-
-    Raises InputError if there are not as many files as models, or a file cannot be read.
-    """
-    num_models = 1 if arguments.versus is None else 2
-    if arguments.scores and len(arguments.scores) != num_models:
-        raise InputError(
-            f"--scores: {len(arguments.scores)} files for {num_models} models; give one of each model, first the"
-            " checkpoint's, then that of --versus"
-        )
-    return [read_numbers(path) for path in arguments.scores]
 
 
 def given_texts(arguments: argparse.Namespace) -> list[list[str]] | None:

@@ -18,7 +18,6 @@ from data_module.system.files import existing_parent
 from data_module.system.worker_processes import num_processors, require_shared_memory
 from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
 from model.backend import Backend
-from model.optimization import build_schedule
 from model.transformer import Transformer
 from pipeline.checkpointing.run_folder import checkpoint_bytes, max_checkpoints
 from pipeline.config.recipe import Recipe
@@ -73,7 +72,6 @@ def check_start(plan: Plan, report: Report) -> None:
     with report.part():
         check_memory(plan)
         refuse_optimizer(recipe)
-    note_long_warmup(recipe, report)
     with report.part():
         if (requested := recipe.run.bleu_tokenizer) is not None:
             require_tokenizer(requested, f"run.bleu_tokenizer {requested}")
@@ -83,20 +81,6 @@ def check_start(plan: Plan, report: Report) -> None:
         folder = recipe.corpus_folder()
         if is_corpus(folder):
             build_data(recipe, Tokenizer.load(folder / TOKENIZER_NAME), Backend())
-
-
-def note_long_warmup(recipe: Recipe, report: Report) -> None:
-    """Note a learning rate that rises until the last step: the warm-up is made for a longer run."""
-    training, last = recipe.training, recipe.trainer["max_steps"]
-    rate = build_schedule(training, recipe.network.d_model, last)
-    # Not all steps of a long run: enough to see an earlier peak, also that of a schedule with many of them.
-    earlier = {*range(1, last, max(1, last // 1000)), *range(max(1, last - 1000), last)}
-    if earlier and max(map(rate, earlier)) < rate(last):
-        report.note(
-            f"training.schedule {training.schedule}: the learning rate rises until the last step "
-            f"(training.warmup_steps {training.warmup_steps}, trainer.max_steps {last}), so the model will be poor: "
-            f"give a shorter warm-up, such as --training.warmup_steps {max(1, last // 10)}, or train for longer"
-        )
 
 
 def check_memory(plan: Plan) -> None:

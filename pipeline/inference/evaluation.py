@@ -21,7 +21,7 @@ from pipeline.inference.evaluation_text import (
 from pipeline.inference.file_options import check_files
 from pipeline.inference.loading import load_translator
 from pipeline.inference.options import SearchOptions
-from pipeline.inference.text_io import SentenceWarnings, require_as_many
+from pipeline.inference.text_io import SentenceWarnings
 from pipeline.inference.translator import Translator
 from pipeline.metrics import metrics
 from pipeline.metrics.bleu_tokenizer import spacing_warning, tokenizer_of
@@ -40,8 +40,6 @@ class Scored(NamedTuple):
     """The translations of each sentence by each system, best first."""
     references: list[list[str]]
     """One list or several."""
-    scores: list[list[float]]
-    """The numbers of `--scores` of each system; empty without the option."""
     tokenizer: str
     """BLEU's tokenizer."""
     n_best: int | None
@@ -55,21 +53,15 @@ class Scored(NamedTuple):
 
     def part(self, indices: list[int]) -> "Scored":
         """Return some of the sentences."""
-        columns = ("translations", "references", "scores")
+        columns = ("translations", "references")
         chosen: PlainValues = {name: [[one[i] for i in indices] for one in getattr(self, name)] for name in columns}
         return self._replace(**chosen)
 
 
-def evaluate(
-    arguments: argparse.Namespace,
-    options: SearchOptions,
-    texts: list[list[str]] | None,
-    scores: list[list[float]],
-) -> None:
+def evaluate(arguments: argparse.Namespace, options: SearchOptions, texts: list[list[str]] | None) -> None:
     """Translate, score and print.
 
-    `texts` are the lines of `--source` and of each `--reference`, None for a test set or the recipe's text; `scores`
-    are the numbers of each `--scores`.
+    `texts` are the lines of `--source` and of each `--reference`, None for a test set or the recipe's text.
 
     Raises InputError if a model or its text cannot be read, or an option does not suit them.
     """
@@ -85,15 +77,13 @@ def evaluate(
         text = text_of_files(str(arguments.reference[0]), str(arguments.source), arguments.prefix, texts)
     else:
         text = text_of_model(translators[0], arguments)
-        for path, numbers in zip(arguments.scores, scores, strict=True):
-            require_as_many(path, numbers, len(text.sources))
     test_set = Path(SACREBLEU_DIR, arguments.test_set).rglob("*") if arguments.test_set else ()
     check_files(arguments, [translator.recipe for translator in translators], *test_set)
     settings, *_ = [options.in_place_of(translator.settings) for translator in translators]
     settings_of_scores = score_settings(translators[0], arguments, text)
     translated = [translations(translator, text, options) for translator in translators]
     names = [translator.name for translator in translators]
-    scored = Scored(names, translated, text.references, scores, *settings_of_scores)
+    scored = Scored(names, translated, text.references, *settings_of_scores)
     hypotheses = [best for best, *_ in translated[0]]
     for message in metrics.reference_warnings(text.references[0], hypotheses):
         report(f"{text.name}: its lines {message}")
@@ -180,9 +170,6 @@ def print_scores(scored: Scored) -> PlainValues:
         answers, *of_other = scored.translations
         shares, difference = metrics.n_best_scores(answers, scored.references, scored.n_best, *of_other)
         figures, versus = figures | shares, versus | difference
-    if scored.scores:
-        mean, difference = metrics.mean_score(*scored.scores)
-        figures, versus = figures | mean, versus | difference
     names = sorted(figures, key=lambda name: name.partition("@")[0] != scored.best_by)
     for name in [name for name in names if f"{name}_interval" in figures]:
         low, high = figures[f"{name}_interval"]

@@ -1,8 +1,7 @@
 """Line-by-line text input for the commands, and the progress bar that they share."""
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice, repeat, zip_longest
 from pathlib import Path
@@ -152,28 +151,6 @@ def read_sentences(path: Path) -> list[str]:
     """
     with open_file(path) as stream:
         return ["" if is_blank(line) else line for line in sentences(stream, str(path))]
-
-
-def read_numbers(path: Path) -> list[float]:
-    """Return the number on each line of a file.
-
-    Raises InputError if the file cannot be read, or a line is not a finite number.
-    """
-    numbers = []
-    for place, line in enumerate(read_sentences(path), 1):
-        try:
-            numbers.append(float(line))
-        except ValueError:
-            numbers.append(math.nan)
-        if not math.isfinite(numbers[-1]):
-            raise InputError(f"{path}:{place}: {line[:40]!r} is no finite number; give one number a line")
-    return numbers
-
-
-def require_as_many(path: Path, numbers: Sized, num_sentences: int) -> None:
-    """Raise InputError if a file does not have a number for each sentence."""
-    if len(numbers) != num_sentences:
-        raise InputError(f"{path}: has {len(numbers)} scores for {num_sentences} sentences; give one a sentence")
 
 
 def paired_texts(source: Path, *references: Path) -> list[list[str]]:

@@ -5,13 +5,13 @@
 
 import math
 import re
-import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import sacrebleu
 from numpy.typing import NDArray
+from sacrebleu.significance import estimate_ci
 
 from data_module.errors import InputError, require_package
 from data_module.registry import Registry
@@ -339,7 +339,7 @@ def require_moses_language(language: str) -> None:
         )
 
 
-def _compared(name: str, metric: "Metric | _Mean", this: NDArray[np.number], other: NDArray[np.number]) -> PlainValues:
+def _compared(name: str, metric: Metric, this: NDArray[np.number], other: NDArray[np.number]) -> PlainValues:
     """Return the score of `other`, and the difference of `this` from it; both are sentences' statistics."""
     this_score, other_score = _total_score(metric, this), _total_score(metric, other)
     difference = this_score - other_score
@@ -355,25 +355,6 @@ def _compared(name: str, metric: "Metric | _Mean", this: NDArray[np.number], oth
         f"{name}_p_value": p_value,
         f"{name}_difference_is_real": p_value < SIGNIFICANT,
     }
-
-
-class _Mean:
-    """The mean of scores that another program has given to sentences."""
-
-    def score(self, statistics: Sequence[float] | NDArray[np.float32]) -> float:
-        """Return the mean from a sum of scores and their number."""
-        return float(statistics[0] / statistics[1])
-
-
-def mean_score(scores: list[float], other: list[float] | None = None) -> tuple[PlainValues, PlainValues]:
-    """Return the mean of sentences' scores with its interval, and the comparison with those of another system.
-
-    See `score_and_compare` for both. A higher score is better.
-    """
-    metric, statistics_of = _Mean(), lambda values: np.stack([values, np.ones(len(values))], axis=1)
-    this = statistics_of(scores)
-    figures = _interval("scores", metric, this) | {"scores_signature": f"bs:{RESAMPLES}|seed:{SEED}|mean"}
-    return figures, {} if other is None else _compared("scores", metric, this, statistics_of(other))
 
 
 def are_characters(lines: list[str]) -> bool:
@@ -419,7 +400,7 @@ def _statistics(metric: Metric, hypotheses: list[str], references: Sequence[list
     return np.array([metric.statistics(ours, *theirs) for ours, *theirs in rows], dtype=np.int64)
 
 
-def _total_score(metric: Metric | _Mean, sentence_statistics: NDArray[np.number]) -> float:
+def _total_score(metric: Metric, sentence_statistics: NDArray[np.number]) -> float:
     # As Python's numbers, because `round` on NumPy's numbers is not always exact.
     return float(metric.score(sentence_statistics.sum(0).tolist()))
 
@@ -439,13 +420,11 @@ def _signature(metric: Metric, num_references: int) -> str:
     return re.sub(r"^(nrefs:\d+\|)?", rf"\g<1>bs:{RESAMPLES}|seed:{SEED}|", signature, count=1)
 
 
-def _interval(name: str, metric: Metric | _Mean, sentence_statistics: NDArray[np.number]) -> PlainValues:
+def _interval(name: str, metric: Metric, sentence_statistics: NDArray[np.number]) -> PlainValues:
     """Return the score of sentences and its interval."""
     resampled = sorted(map(float, _resample(metric, sentence_statistics, _draws(len(sentence_statistics)))))
-    # sacreBLEU's interval: the mean plus or minus half the width of the middle 95 %. Near an end of the scale it would
-    # leave the scale, so it is cut at the lowest and the highest resample.
-    outside = len(resampled) // 40
-    mean, half_width = statistics.mean(resampled), 0.5 * (resampled[-outside - 1] - resampled[outside])
+    # Near an end of the scale, sacreBLEU's interval would leave the scale, so it is cut at the outermost resamples.
+    mean, half_width = map(float, estimate_ci(np.array(resampled)))
     return {
         name: round(_total_score(metric, sentence_statistics), 4),
         f"{name}_interval": [
@@ -460,9 +439,7 @@ def _draws(num_sentences: int) -> NDArray[np.int64]:
     return np.random.default_rng(SEED).choice(num_sentences, size=(RESAMPLES, num_sentences), replace=True)
 
 
-def _resample(
-    metric: Metric | _Mean, sentence_statistics: NDArray[np.number], draws: NDArray[np.int64]
-) -> NDArray[np.float64]:
+def _resample(metric: Metric, sentence_statistics: NDArray[np.number], draws: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return the score of each resample."""
     # float32 as in sacreBLEU, for equal results to the last digit.
     rows = sentence_statistics.astype(np.float32)

@@ -67,29 +67,24 @@ def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Evaluate:
     return evaluate
 
 
-def test_several_references_metrics_by_name_and_scores_of_another_program(
+def test_several_references_and_metrics_by_name(
     output: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(METRICS, "line_length", Lines())
     monkeypatch.setitem(Repeat.recipe["run"], "metrics", ["chrf2++"])
-    second, this, other = tmp_path / "second", tmp_path / "this", tmp_path / "other"
+    second = tmp_path / "second"
     second.write_text("A dog sees 3 cats\n" * 5)  # as the other model translates
-    this.write_text("0.8\n0.9\n-1\n1e-1\n0.7\n")
-    other.write_text("0.7\n" * 5)
     options = ["--reference", str(second), "--metric", "ter", "--versus", "other"]
-    printed, said = output(5, *options, "--scores", this, "--scores", other)
-    *_, versus, last = printed.splitlines()
-    figures = json.loads(last)
-    names = ["bleu", "bleu_lowercase", "chrf", "exact_match", "ter", "chrf2++", "scores"]
+    printed, said = output(5, *options, "--scores", tmp_path / "numbers")
+    figures = json.loads(printed.splitlines()[-1])
+    names = ["bleu", "bleu_lowercase", "chrf", "exact_match", "ter", "chrf2++"]
     assert sorted(name for name in figures if f"{name}_interval" in figures) == sorted(names)
     assert figures["bleu_signature"].startswith("nrefs:2|bs:1000|seed:12345|")
     assert figures["exact_match_signature"].startswith("nrefs:2|")
     assert "text: without line_length, made for one reference of a sentence" in said
-    assert figures["scores"] == pytest.approx(0.3)
-    assert figures["versus"]["scores_difference"] == pytest.approx(-0.4)
     assert figures["versus"]["ter"] == 0
     assert figures["versus"]["exact_match"] == figures["exact_match"] == 100
-    assert versus.startswith("scores")
+    assert "warning: --scores has no effect since version 1.2: compare COMET's scores by comet-compare; omit it" in said
 
 
 class Recall(Repeat):
@@ -159,43 +154,19 @@ def test_the_best_n(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(model.asked for model in loaded)
 
 
-def test_scores_of_each_source(recipe: "dict[str, SeveralLanguages]", tmp_path: Path) -> None:
-    numbers = tmp_path / "numbers"
-    numbers.write_text("1\n2\n3\n4\n10\n20\n30\n5\n")
-    figures = evaluated("--scores", numbers)
-    assert [figures["sources"][name]["scores"] for name in ("de", "fr")] == [3, 20]
-    numbers.write_text("1\n2\n")
-    assert "numbers: has 2 scores for 8 sentences; give one a sentence" in refusal(
-        "evaluate", "this", "--scores", numbers
-    )
-
-
 def test_mistakes_are_refused_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "load_translator", None)
-    text, short, numbers, wrong = (tmp_path / name for name in ("text", "short", "numbers", "wrong"))
+    text, short = tmp_path / "text", tmp_path / "short"
     text.write_text("A b\nC d\n")
     short.write_text("A b\n")
-    numbers.write_text("1\n2\n3\n")
     files = ("--source", text, "--reference", text)
     for options, message in (
         ((*files, "--reference", short), f"{short} is shorter: give texts whose lines pair up"),
         ((*files, "--reference", tmp_path / "none"), "none: no such file"),
         ((*files, "--reference", text, "--paper"), "--paper: is for one reference; omit it"),
         ((*files, "--metric", "bleurt"), "argument --metric: invalid choice: 'bleurt'"),
-        ((*files, "--scores", tmp_path / "none"), "none: no such file"),
-        ((*files, "--scores", numbers), f"{numbers}: has 3 scores for 2 sentences; give one a sentence"),
-        ((*files, "--scores", numbers, "--versus", "other"), "--scores: 1 files for 2 models; give one of each model"),
-        ((*files, "--scores", numbers, "--scores", numbers), "--scores: 2 files for 1 models"),
-        (
-            (*files, "--scores", numbers, "--output", numbers),
-            f"{numbers}: is read by this command, and would be overwritten; give another --output",
-        ),
     ):
         assert message in refusal("evaluate", "this", *options)
-    for line in ("x", "nan", "", "1,5"):
-        wrong.write_text(f"1\n{line}\n")
-        said = refusal("evaluate", "this", *files, "--scores", wrong)
-        assert f"{wrong}:2: {line!r} is no finite number; give one number a line" in said
 
 
 @pytest.mark.parametrize(("lines", "warns"), [(99, False), (100, True)])

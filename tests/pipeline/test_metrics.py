@@ -3,14 +3,11 @@
 import math
 import random
 import re
-import statistics
 import sys
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import sacrebleu
-from sacrebleu import significance
 from sacrebleu.significance import PairedTest
 
 from data_module.errors import InputError
@@ -20,7 +17,6 @@ from pipeline.metrics import metrics
 from pipeline.metrics.metrics import (
     METRICS,
     corpus_score,
-    mean_score,
     mode_of,
     n_best_scores,
     of_one_reference,
@@ -205,30 +201,6 @@ def test_scores_intervals_and_signatures_are_sacrebleus() -> None:
         matches = [line in lines for line, *lines in zip(hypotheses, *references, strict=True)]
         assert figures["exact_match"] == 100 * sum(matches) / 40
     assert of_one_reference(["ter"]) == []
-
-
-def test_the_mean_of_another_programs_scores() -> None:
-    """Interval and p-value are what sacreBLEU computes from resampled means."""
-    draws = random.Random(6)
-    this, other = ([draws.gauss(mean, 0.2) for _ in range(60)] for mean in (0.80, 0.74))
-    figures, difference = mean_score(this, other)
-    assert figures["scores"] == pytest.approx(statistics.mean(this), abs=1e-4)
-    drawn = np.random.default_rng(12345).choice(60, size=(1000, 60), replace=True)
-    resampled, others = np.array(this)[drawn].mean(1), np.array(other)[drawn].mean(1)
-    mean, half_width = significance.estimate_ci(resampled)
-    assert figures["scores_interval"] == pytest.approx([mean - half_width, mean + half_width], abs=1e-4)
-    real = statistics.mean(this) - statistics.mean(other)
-    samples = np.abs(resampled - others)
-    p_value = significance._compute_p_value(samples - samples.mean(), abs(real))
-    assert difference == {
-        "scores": round(statistics.mean(other), 4),
-        "scores_difference": round(real, 4),
-        "scores_p_value": round(p_value, 4),
-        "scores_difference_is_real": p_value < 0.05,
-    }
-    assert 0.001 < p_value < 0.3
-    assert mean_score(this)[1] == {}
-    assert mean_score(this, this)[1]["scores_p_value"] == 1
 
 
 def test_p_values_are_sacrebleus() -> None:
