@@ -27,10 +27,9 @@ def run(arguments: argparse.Namespace) -> int:
         # Printed before anything that takes time: another rank that waits for this one in vain ends the step.
         print(f"WRONG {mistake}", flush=True)
         wrong = 1
-    from pipeline.doctor.doctor import Question, run_checks  # Its imports take seconds.
+    from pipeline.doctor.doctor import run_checks  # Its imports take seconds.
 
-    asked = Question(arguments.config, arguments.overrides, arguments.fresh, arguments.init_from)
-    code = run_checks(asked, job) or wrong
+    code = run_checks(arguments, job) or wrong
     if code not in (0, RANKS_MISSING):
         report_mistake_to_script()
     return code

@@ -1,10 +1,9 @@
 """The checks of `doctor`: all checks of `fit`, even after a mistake, and those that take long or need all ranks."""
 
+import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 
 from data_module.corpus.builder import check_vocabulary_size
 from data_module.corpus.checks import TextChecker, given_tokenizer, size_warnings, source_warnings
@@ -23,16 +22,6 @@ from pipeline.runtime.console import RendezvousError, UnusableAddressError
 from pipeline.runtime.devices import shared_processor
 from pipeline.runtime.launch import RANKS_MISSING, JobStep
 from pipeline.training.start import Plan, check_pairs, plan_start
-
-
-@dataclass(frozen=True)
-class Question:
-    """The arguments of a `fit` that `doctor` checks."""
-
-    configs: list[Path]
-    overrides: list[str]
-    fresh: bool
-    init_from: Path | None
 
 
 class Findings(Report):
@@ -58,23 +47,26 @@ class Findings(Report):
             self.results.append(result)
 
 
-def run_checks(asked: Question, job: JobStep | None) -> int:
-    """Run all checks of what `fit` would do, print the results and return the exit code."""
+def run_checks(asked: argparse.Namespace, job: JobStep | None) -> int:
+    """Run all checks of what `fit` would do, print the results and return the exit code.
+
+    `asked` are the arguments of the command `doctor`, which are those of the `fit` that it checks.
+    """
     if job is not None and job.num_tasks > 1:
         return _run_on_all_ranks(asked, job)
     recipe, loaded = load(asked)
     return print_results([*check_machine(job), loaded, *(check_fit(recipe, job, asked) if recipe else ())])
 
 
-def load(asked: Question) -> tuple[Recipe | None, CheckResult]:
+def load(asked: argparse.Namespace) -> tuple[Recipe | None, CheckResult]:
     """Return the recipe, or None if there is no valid one, and the result of loading it."""
-    if not asked.configs:
+    if not asked.config:
         if asked.overrides:
             hint = "give one with --config FILE"
             return None, CheckResult(False, f"argument '{asked.overrides[0]}' is unknown without a recipe; {hint}")
         return None, CheckResult(True, "no recipe to check; give one with --config FILE")
     try:
-        recipe = load_recipe(asked.configs, asked.overrides)
+        recipe = load_recipe(asked.config, asked.overrides)
         with recipe.naming_places():
             validate_trainer_keys(recipe.trainer)
     except InputError as error:
@@ -82,7 +74,7 @@ def load(asked: Question) -> tuple[Recipe | None, CheckResult]:
     return recipe, CheckResult(True, f"recipe {recipe.name}")
 
 
-def check_fit(recipe: Recipe, job: JobStep | None, asked: Question) -> list[CheckResult]:
+def check_fit(recipe: Recipe, job: JobStep | None, asked: argparse.Namespace) -> list[CheckResult]:
     """Return the results of all checks of what `fit` would do with a recipe on this rank."""
     is_alone = job is None or job.num_tasks == 1  # Other ranks would wait too long.
     findings = Findings(recipe, reads_texts=is_alone)
@@ -129,7 +121,7 @@ def check_texts(plan: Plan, texts: TextChecker, report: Report) -> None:
             report.add(CheckResult(True, line, is_warning=is_note))
 
 
-def _run_on_all_ranks(asked: Question, job: JobStep) -> int:
+def _run_on_all_ranks(asked: argparse.Namespace, job: JobStep) -> int:
     """Run the checks on this rank; rank 0 prints the results of all ranks."""
     recipe, loaded = load(asked)
     try:
@@ -168,7 +160,9 @@ def _shared_settings(recipe: Recipe | None, loaded: CheckResult, job: JobStep) -
     return packages | settings
 
 
-def _results_of(ranks: RankGroup, recipe: Recipe | None, loaded: CheckResult, asked: Question) -> list[CheckResult]:
+def _results_of(
+    ranks: RankGroup, recipe: Recipe | None, loaded: CheckResult, asked: argparse.Namespace
+) -> list[CheckResult]:
     """Return the results that this rank reports; rank 0 reports the results that all ranks share."""
     is_first = ranks.job.rank == 0
     machine = [one for one in check_machine(ranks.job) if is_first or one.is_warning or not one.ok]

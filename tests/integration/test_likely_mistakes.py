@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from data_module.corpus.builder import check_vocabulary_size
 from data_module.corpus.checks import check_text
 from data_module.errors import InputError
 from pipeline.config.recipe import load_recipe
-from pipeline.doctor.doctor import Question, check_fit
+from pipeline.doctor.doctor import check_fit
 from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.launch import JobStep
 from tests.conftest import run_here, tiny_recipe, write_text
@@ -50,9 +51,9 @@ def test_ranks_do_not_wait_for_text_to_be_read(place: Path) -> None:
     recipe = load_recipe([place / "mine.yaml"])
     (place / "train.target").write_bytes(b"\xff\n")
     step = JobStep("7", rank=0, local_rank=0, num_tasks=2, num_nodes=2, tasks_per_node=1, restarts=0)
+    asked = Namespace(fresh=False, init_from=None)
     found = {
-        tasks: [one.message for one in check_fit(recipe, replace(step, num_tasks=tasks), Question([], [], False, None))]
-        for tasks in (1, 2)
+        tasks: [one.message for one in check_fit(recipe, replace(step, num_tasks=tasks), asked)] for tasks in (1, 2)
     }
     assert any("1 lines, but" in message for message in found[1])
     assert f"text {place / 'train.target'}" in found[2]

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from data_module.system.files import is_mount_point
 from data_module.system.outputs import output_file
 from pipeline.config.recipe import load_recipe
-from pipeline.doctor.doctor import Question, check_fit
+from pipeline.doctor.doctor import check_fit
 from tests.conftest import ROOT, pipeline, refusal
 
 Mount = Callable[..., None]
@@ -49,7 +50,7 @@ def test_what_is_mounted_cannot_be_replaced(mount: Mount, recipe_file: Path, tra
     for command in ("prepare", "fit"):
         assert refusal(command, *words) == f"error: {expected}"
     recipe = load_recipe([recipe_file], ["--corpus.folder", str(corpus)])
-    results = check_fit(recipe, None, Question([], [], False, None))
+    results = check_fit(recipe, None, Namespace(config=[], overrides=[], fresh=False, init_from=None))
     assert expected in [result.message for result in results if not result.ok]
     line = refusal("export", trained_run, bundle, "--format", "torchscript")
     assert line == f"error: {bundle}: cannot be written ({reason}); give another folder"

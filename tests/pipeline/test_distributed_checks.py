@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import re
 import shutil
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from data_module.errors import InputError
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.doctor import doctor, rank_checks
-from pipeline.doctor.doctor import Question
 from pipeline.doctor.rank_checks import RankGroup, UnresponsiveRanksError, check_ranks
 from pipeline.doctor.recipe_checks import CheckResult, Report
 from pipeline.doctor.start_checks import check_machine, check_trainer
@@ -212,7 +212,7 @@ def test_each_rank_reports_its_notes(monkeypatch: pytest.MonkeyPatch) -> None:
         job = SimpleNamespace(rank=rank)
         ranks = SimpleNamespace(job=job, location=f"rank {rank}", all_gather=lambda value: [value])
         loaded = CheckResult(False, "no such recipe")
-        results = doctor._results_of(ranks, None, loaded, Question([], [], False, None))
+        results = doctor._results_of(ranks, None, loaded, Namespace())
         found.append([one.message for one in results])
     assert found == [["fine", "slow", "wrong", "no such recipe"], ["slow", "wrong"]]
 

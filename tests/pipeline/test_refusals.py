@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from data_module.corpus.preparation import prepare
 from data_module.errors import InputError
 from model.optimization import OPTIMIZERS, muon
 from pipeline.config.recipe import load_recipe
-from pipeline.doctor.doctor import Question, check_fit, load
+from pipeline.doctor.doctor import check_fit, load
 from tests.conftest import fit_recipe, tiny_recipe
 
 
@@ -259,7 +260,7 @@ def test_fit_and_doctor_refuse_the_same(place: Place, name: str, monkeypatch: py
     line = str(refused.value)
     assert re.search(re.escape(words).replace("…", ".*"), line)
     assert "\n" not in line
-    asked = Question([place.recipe], place.options, False, place.init_from)
+    asked = Namespace(config=[place.recipe], overrides=place.options, fresh=False, init_from=place.init_from)
     recipe, loaded = load(asked)
     results = [loaded, *(check_fit(recipe, None, asked) if recipe is not None else ())]
     assert [one.message for one in results if not one.ok][:1] == [line]
@@ -267,7 +268,7 @@ def test_fit_and_doctor_refuse_the_same(place: Place, name: str, monkeypatch: py
 
 
 def test_a_recipe_without_mistakes_is_refused_by_neither(place: Place) -> None:
-    asked = Question([place.recipe], [], False, None)
+    asked = Namespace(config=[place.recipe], overrides=[], fresh=False, init_from=None)
     recipe, _ = load(asked)
     assert recipe is not None
     assert [one.message for one in check_fit(recipe, None, asked) if not one.ok] == []
