@@ -59,7 +59,8 @@ STEP = JobStep("7", rank=0, local_rank=0, num_tasks=1, num_nodes=1, tasks_per_no
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
-    return load_recipe([ROOT / "configs" / "demo.yaml"], ["--run.folder", str(tmp_path / "run")])
+    options = ["--run.folder", str(tmp_path / "run"), "--training.schedule", "paper"]
+    return load_recipe([ROOT / "configs" / "demo.yaml"], [*options, "--training.peak_learning_rate", "null"])
 
 
 def write_run(recipe: Recipe) -> Path:
