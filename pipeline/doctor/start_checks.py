@@ -18,6 +18,7 @@ from data_module.system.files import existing_parent
 from data_module.system.worker_processes import num_processors, require_shared_memory
 from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
 from model.backend import Backend
+from model.optimization import build_schedule
 from model.transformer import Transformer
 from pipeline.checkpointing.run_folder import checkpoint_bytes, max_checkpoints
 from pipeline.config.recipe import Recipe
@@ -27,7 +28,7 @@ from pipeline.metrics.metrics import mode_of
 from pipeline.ranks.rendezvous import check_loopback
 from pipeline.runtime.backend_choice import choose_backend, flash_obstacle, should_compile, try_gpu
 from pipeline.runtime.console import quiet_lightning
-from pipeline.runtime.devices import best_precision, device_indices, gpus_mistake
+from pipeline.runtime.devices import best_precision, device_indices, gpus_mistake, processors_note
 from pipeline.runtime.launch import JobStep
 from pipeline.training.build import build_data, refuse_optimizer
 from pipeline.training.out_of_memory import memory_of_weights
@@ -56,6 +57,8 @@ def check_machine(job: JobStep | None = None) -> Iterator[CheckResult]:
         yield CheckResult(
             True, f"{gpus}; {usable}{os.cpu_count()} CPU cores, default precision {best_precision('cpu')}"
         )
+    if (note := processors_note(job)) is not None:
+        yield CheckResult(True, note, is_warning=True)
     if job is not None and (mistake := gpus_mistake(job, visible)) is not None:
         yield CheckResult(False, mistake)
 
@@ -72,6 +75,7 @@ def check_start(plan: Plan, report: Report) -> None:
     with report.part():
         check_memory(plan)
         refuse_optimizer(recipe)
+    note_long_warmup(recipe, report)
     with report.part():
         if (requested := recipe.run.bleu_tokenizer) is not None:
             require_tokenizer(requested, f"run.bleu_tokenizer {requested}")
@@ -81,6 +85,20 @@ def check_start(plan: Plan, report: Report) -> None:
         folder = recipe.corpus_folder()
         if is_corpus(folder):
             build_data(recipe, Tokenizer.load(folder / TOKENIZER_NAME), Backend())
+
+
+def note_long_warmup(recipe: Recipe, report: Report) -> None:
+    """Note a learning rate that rises until the last step: the warm-up is made for a longer run."""
+    training, last = recipe.training, recipe.trainer["max_steps"]
+    rate = build_schedule(training, recipe.network.d_model, last)
+    # Not all steps of a long run: enough to see an earlier peak, also that of a schedule with many of them.
+    earlier = {*range(1, last, max(1, last // 1000)), *range(max(1, last - 1000), last)}
+    if earlier and max(map(rate, earlier)) < rate(last):
+        report.note(
+            f"training.schedule {training.schedule}: the learning rate rises until the last step "
+            f"(training.warmup_steps {training.warmup_steps}, trainer.max_steps {last}), so the model will be poor: "
+            f"give a shorter warm-up, such as --training.warmup_steps {max(1, last // 10)}, or train for longer"
+        )
 
 
 def check_memory(plan: Plan) -> None:

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import torch
 
 from data_module.errors import InputError
+from data_module.system.worker_processes import num_processors
 from pipeline.runtime.console import say
 from pipeline.runtime.launch import JobStep
 
@@ -42,6 +43,22 @@ def gpus_mistake(job: JobStep, visible: int, environment: Mapping[str, str] = os
         f"torch sees {visible} of the {allocated or visible} GPUs of this node, which has {tasks} tasks; ask for a GPU"
         f" for each task, and let it see all of them (--gpus-per-node={tasks}) or its own (--gpus-per-task=1), or check"
         " nvidia-smi and torch's CUDA build"
+    )
+
+
+def processors_note(job: JobStep | None, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return a note if this process may use fewer processors than SLURM gave its task; otherwise None."""
+    name = "SLURM_CPUS_PER_TASK" if environment.get("SLURM_CPUS_PER_TASK") else "SLURM_CPUS_ON_NODE"
+    given = environment.get(name, "") if "SLURM_JOB_ID" in environment else ""
+    if not given.isdecimal():
+        return None
+    count = int(given) // (job.tasks_per_node if job is not None and name == "SLURM_CPUS_ON_NODE" else 1)
+    # SLURM may count more than the machine has.
+    if (usable := num_processors()) >= min(count, os.cpu_count() or 1):
+        return None
+    return (
+        f"this task may use {usable} of the {count} processors that SLURM gave it ({name} {given}) and is slowed down;"
+        f" unset SLURM_CPU_BIND, start it with srun --cpus-per-task={count}, and without taskset"
     )
 
 

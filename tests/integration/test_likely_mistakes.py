@@ -3,6 +3,7 @@
 import json
 import warnings
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from torch.utils.data import DataLoader
 from data_module.corpus.builder import check_vocabulary_size
 from data_module.corpus.checks import check_text
 from data_module.errors import InputError
+from model.optimization import SCHEDULES
 from pipeline.config.recipe import load_recipe
-from pipeline.doctor.doctor import check_fit
+from pipeline.doctor.doctor import Findings, check_fit
+from pipeline.doctor.start_checks import note_long_warmup
 from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.launch import JobStep
 from tests.conftest import run_here, tiny_recipe, write_text
@@ -59,13 +62,53 @@ def test_ranks_do_not_wait_for_text_to_be_read(place: Path) -> None:
     assert f"text {place / 'train.target'}" in found[2]
 
 
-def test_doctor_and_fit_name_few_pairs(place: Path, caplog: pytest.LogCaptureFixture) -> None:
-    warning = "corpus.train: 300 pairs are few: "
-    assert f"note  {warning}" in run_here("doctor", place / "mine.yaml")[0]
+def test_doctor_and_fit_name_few_pairs_and_a_long_warmup(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    warning, rises = "corpus.train: 300 pairs are few: ", "training.schedule paper: the learning rate rises until"
+    found = run_here("doctor", place / "mine.yaml")[0]
+    assert f"note  {warning}" in found
+    assert f"note  {rises}" in found
     for is_prepared in (False, True):
         caplog.clear()
-        run_here("fit", place / "mine.yaml")
+        assert run_here("fit", place / "mine.yaml")[1].count(rises) == 1
         assert any(line.startswith(warning) for line in caplog.messages) is not is_prepared
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "last", "noted"),
+    [
+        ("paper", 4000, 120, True),
+        ("paper", 120, 120, True),
+        ("paper", 119, 120, False),
+        ("inverse_sqrt", 4000, 120, True),
+        ("inverse_sqrt", 60, 120, False),
+        ("paper", 4000, 10**9, False),
+        ("paper", 10**10, 10**9, True),
+        # Those of an extension, which need not have a warm-up.
+        (lambda step: 1e-3, 4000, 120, False),
+        (lambda step: 1 / step, 4000, 120, False),
+        (lambda step: min(step, 200), 4000, 120, True),
+        (lambda step: step % 60 or 60, 4000, 10**6 // 60 * 60, False),  # It rises at the end, as it did before.
+        (lambda step: 1e-3, 4000, 1, False),
+    ],
+)
+def test_a_warmup_longer_than_the_run(
+    place: Path,
+    schedule: str | Callable[[int], float],
+    warmup: int,
+    last: int,
+    noted: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not isinstance(schedule, str):
+        monkeypatch.setitem(SCHEDULES, "own", lambda *_, own=schedule: own)
+        schedule = "own"
+    recipe = load_recipe([place / "mine.yaml"])
+    peak = 1e-3 if schedule == "inverse_sqrt" else None
+    training = replace(recipe.training, schedule=schedule, warmup_steps=warmup, peak_learning_rate=peak)
+    recipe = replace(recipe, training=training, trainer={**recipe.trainer, "max_steps": last})
+    findings = Findings(recipe, reads_texts=False)
+    note_long_warmup(recipe, findings)
+    assert [(one.ok, one.is_warning) for one in findings.results] == [(True, True)] * noted
 
 
 def test_the_largest_vocabulary_that_the_text_allows(place: Path) -> None:

@@ -22,7 +22,7 @@ from pipeline.doctor.rank_checks import RankGroup, UnresponsiveRanksError, check
 from pipeline.doctor.recipe_checks import CheckResult, Report
 from pipeline.doctor.start_checks import check_machine, check_trainer
 from pipeline.ranks.rendezvous import other_settings
-from pipeline.runtime.devices import gpus_mistake
+from pipeline.runtime.devices import gpus_mistake, processors_note
 from pipeline.runtime.launch import RANKS_MISSING, JobStep, node_name
 from pipeline.training.trainer import make_trainer, trainer_options
 from tests.conftest import ROOT, program
@@ -192,14 +192,24 @@ def test_a_task_that_sees_one_gpu_trains_on_it(local_rank: int, one_gpu: pytest.
 
 
 @pytest.mark.two_processors
-def test_doctor_counts_the_processors_that_it_may_use() -> None:
+def test_doctor_notes_processors_that_a_task_may_not_use() -> None:
+    """A binding of another job, or taskset."""
     usable, count = os.sched_getaffinity(0), os.cpu_count()
+    step = JobStep("7", rank=0, local_rank=0, num_tasks=1, num_nodes=1, tasks_per_node=1, restarts=0)
+    two_tasks = replace(step, num_tasks=2, tasks_per_node=2)
+    given = {"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "2"}
+    whole = processors_note(step, given)
     try:
         os.sched_setaffinity(0, {min(usable)})
         [line] = [one.message for one in check_machine() if "CPU cores" in one.message]
+        asked = processors_note(two_tasks, {**given, "SLURM_CPUS_PER_TASK": "4"})
+        notes = [processors_note(step, given), processors_note(two_tasks, given), processors_note(None, {})]
     finally:
         os.sched_setaffinity(0, usable)
     assert f"1 usable of {count} CPU cores" in line
+    assert whole is None
+    assert str(asked).startswith("this task may use 1 of the 4 processors that SLURM gave it (SLURM_CPUS_PER_TASK 4)")
+    assert [note and note.partition(" processors")[0] for note in notes] == ["this task may use 1 of the 2", None, None]
 
 
 def test_each_rank_reports_its_notes(monkeypatch: pytest.MonkeyPatch) -> None:
