@@ -1,5 +1,6 @@
 """Batches and their collation: packed micro-batches for training, padded batches for validation."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -320,44 +321,34 @@ GPU_BATCH_TOKENS = 16_384
 long for hundreds of sentences as for ten there, because launching its kernels takes the longest."""
 
 
-class PlannedBatch(NamedTuple):
-    """Pairs of similar length, for a `PaddedBatch`."""
+def length_batches(
+    lengths: Sequence[int],
+    max_tokens: float,
+    max_sentences: int | None = None,
+    avoids_masks: bool = True,
+    shortest: int = 16,
+) -> Iterator[list[int]]:
+    """Yield the indices of each batch, longest sentences first because they need the most memory.
 
-    pairs: NDArray[np.integer]
-    """[n] indices into the corpus."""
-    source_length: int
-    """Length of the longest source, including EOS."""
-    target_length: int
-    """The same for targets."""
-    is_translated: bool = True
-    """See `PaddedBatch`."""
-
-
-def plan_padded_batches(
-    source_lengths: NDArray[np.integer],
-    target_lengths: NDArray[np.integer],
-    max_tokens: int,
-    of_similar_length: bool = True,
-) -> list[PlannedBatch]:
-    """Divide all pairs into batches of at most `max_tokens` padded tokens per side, longest source first.
-
-    Lengths are [pairs], including EOS. A longer pair is in a batch of its own. With `of_similar_length`, a batch ends
-    before sources that are more than a tenth shorter than its first one.
+    A batch ends before it would exceed `max_tokens` padded tokens or `max_sentences`; a longer sentence is a batch of
+    its own. With `avoids_masks`, a batch that is half full also ends where the length changes, because sentences of one
+    length need no mask. Sentences shorter than `shortest` count as that long, since the memory of a search grows with
+    its answers too. Sentences of one token, the end symbol, are left out.
     """
-    # Pairs of equal lengths keep the order of the corpus.
-    order = np.lexsort((-target_lengths.astype(np.int64), -source_lengths.astype(np.int64)))
-    source, target = source_lengths[order].astype(np.int64), target_lengths[order].astype(np.int64)
-    batches, first = [], 0
-    while first < len(order):
-        window = slice(first, first + max(1, max_tokens // int(source[first])))
-        longest = np.maximum(source[first], np.maximum.accumulate(target[window]))
-        fitting = np.arange(1, len(longest) + 1) * longest <= max_tokens
-        if of_similar_length:  # More padding would cost more than a smaller batch does.
-            fitting &= source[window] * 11 + 10 >= source[first] * 10
-        end = first + max(1, int(np.count_nonzero(np.logical_and.accumulate(fitting))))
-        batches.append(PlannedBatch(order[first:end], int(source[first]), int(target[first:end].max())))
-        first = end
-    return batches
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if lengths[index] <= 1:
+            break
+        if batch:
+            longest = max(lengths[batch[0]], shortest)
+            is_full = longest * (len(batch) + 1) > max_tokens or len(batch) == max_sentences
+            is_half_full = longest * len(batch) * 2 >= max_tokens
+            if is_full or (avoids_masks and is_half_full and lengths[index] < lengths[batch[-1]]):
+                yield batch
+                batch = []
+        batch.append(index)
+    if batch:
+        yield batch
 
 
 @dataclass
@@ -390,22 +381,26 @@ class PaddedBatch:
 
 
 def pad_batch(
-    corpus: "ParallelCorpus", planned: PlannedBatch, special: SpecialIds, is_filler: bool = False
+    corpus: "ParallelCorpus",
+    pairs: NDArray[np.integer],
+    special: SpecialIds,
+    is_translated: bool = True,
+    is_filler: bool = False,
 ) -> PaddedBatch:
-    """Return the pairs of a batch as a `PaddedBatch`. The labels of a filler are all padding."""
-    stores, widths = (corpus.source, corpus.target), (planned.source_length, planned.target_length)
-    lengths, sides = corpus.lengths(planned.pairs), []
-    for store, side_lengths, width in zip(stores, lengths, widths, strict=True):
-        ids, _ = _lay_out(store, planned.pairs, side_lengths, np.arange(len(side_lengths) + 1) * width, special)
-        sides.append(torch.from_numpy(ids.reshape(len(side_lengths), width)))
+    """Return pairs, as indices [B] into the corpus, as a `PaddedBatch`. The labels of a filler are all padding."""
+    lengths, sides = corpus.lengths(pairs), []
+    for store, side_lengths in zip((corpus.source, corpus.target), lengths, strict=True):
+        offsets = np.arange(len(side_lengths) + 1) * side_lengths.max()
+        ids, _ = _lay_out(store, pairs, side_lengths, offsets, special)
+        sides.append(torch.from_numpy(ids.reshape(len(side_lengths), -1)))
     source, labels = sides
-    begin = torch.full((len(planned.pairs), 1), special.bos, dtype=torch.int32)
+    begin = torch.full((len(pairs), 1), special.bos, dtype=torch.int32)
     return PaddedBatch(
         source=source,
-        source_mask=None if (lengths[0] == planned.source_length).all() else source != special.pad,
+        source_mask=None if (lengths[0] == source.size(1)).all() else source != special.pad,
         target_input=torch.cat([begin, labels[:, :-1]], 1),
         target_output=torch.full_like(labels, special.pad) if is_filler else labels,
-        pairs=torch.from_numpy(np.asarray(planned.pairs).astype(np.int32)),
+        pairs=torch.from_numpy(np.asarray(pairs).astype(np.int32)),
         is_filler=is_filler,
-        is_translated=planned.is_translated,
+        is_translated=is_translated,
     )

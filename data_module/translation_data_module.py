@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 from data_module.batch import (
     GPU_BATCH_TOKENS,
     PaddedBatch,
-    PlannedBatch,
     RowShape,
     SpecialIds,
+    length_batches,
     pad_batch,
-    plan_padded_batches,
 )
 from data_module.batch_plan import Epochs, fewest_pairs
 from data_module.corpus.manifest import SplitSources, read_manifest, split_sources
@@ -133,14 +132,14 @@ class TranslationDataModule(LightningDataModule):
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         if on_gpu:
             limit = max(limit, min(GPU_BATCH_TOKENS, settings.max_tokens_per_device or GPU_BATCH_TOKENS))
-        source, target = lengths_with_eos(corpus.source), lengths_with_eos(corpus.target)
-        batches = []
+        lengths = np.maximum(lengths_with_eos(corpus.source), lengths_with_eos(corpus.target)).astype(np.int64)
+        batches: list[tuple[NDArray[np.int64], bool]] = []
         for of_source in self._validation_pairs_by_source():
             is_translated = np.isin(of_source, self.translated_pairs)
             for translated, pairs in ((True, of_source[is_translated]), (False, of_source[~is_translated])):
-                of_kind = plan_padded_batches(source[pairs], target[pairs], max(limit, self.longest), not on_gpu)
-                batches += [batch._replace(pairs=pairs[batch.pairs], is_translated=translated) for batch in of_kind]
-        batches.sort(key=lambda batch: (not batch.is_translated, -batch.source_length))
+                of_kind = length_batches(lengths[pairs].tolist(), max(limit, self.longest), avoids_masks=not on_gpu)
+                batches += [(pairs[batch], translated) for batch in of_kind]
+        batches.sort(key=lambda batch: (not batch[1], -lengths[batch[0][0]]))
         return ValidationBatches(corpus, batches, self.special, rank, world_size)
 
     def validation_text(self) -> tuple[list[str], list[str]]:
@@ -200,18 +199,25 @@ class ValidationBatches:
     """One rank's validation batches, and a filler where other ranks have one more."""
 
     def __init__(
-        self, corpus: ParallelCorpus, batches: list[PlannedBatch], special: SpecialIds, rank: int, world_size: int
+        self,
+        corpus: ParallelCorpus,
+        batches: list[tuple[NDArray[np.int64], bool]],
+        special: SpecialIds,
+        rank: int,
+        world_size: int,
     ) -> None:
+        """Take all ranks' batches: the indices of their pairs, and whether they are translated."""
         self._corpus, self._special = corpus, special
         self._batches = batches[rank::world_size]
         # Every rank needs the same number of batches, because ranks communicate between batches.
         self._num_batches = -(-len(batches) // world_size)
-        self._filler = batches[0]._replace(pairs=batches[0].pairs[:1])
+        self._filler = batches[0][0][:1], batches[0][1]
 
     def __len__(self) -> int:
         return self._num_batches
 
     def __iter__(self) -> Iterator[PaddedBatch]:
-        yield from (pad_batch(self._corpus, batch, self._special) for batch in self._batches)
+        yield from (pad_batch(self._corpus, pairs, self._special, translated) for pairs, translated in self._batches)
         if len(self._batches) < self._num_batches:
-            yield pad_batch(self._corpus, self._filler, self._special, is_filler=True)
+            pairs, translated = self._filler
+            yield pad_batch(self._corpus, pairs, self._special, translated, is_filler=True)

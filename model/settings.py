@@ -13,8 +13,6 @@ from data_module.registry import check_range
 DECAY_TO_LAST_STEP = {"linear", "cosine"}
 """Schedules that depend on `trainer.max_steps`, which therefore must stay as it is when a run is resumed."""
 STOP_RULES = ("exact", "first")
-SHORTEST = 16
-"""Minimum number of tokens that a sentence counts as in a batch. A search's memory grows with its answers too."""
 
 
 @dataclass(frozen=True)

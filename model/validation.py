@@ -3,13 +3,11 @@
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from data_module.batch import PaddedBatch, SpecialIds
 from model.backend import GreedySearch, Search, weights_cast_once
 from model.loss import LossSums
-from model.settings import SHORTEST
 from model.transformer import Transformer
 
 
@@ -50,21 +48,10 @@ class Validation:
         if self._search is None:  # Made here, once callbacks have put averaged weights in place.
             ids = self._special
             self._search = self._make_search(network, ids.bos, ids.eos, ids.pad, ids.unk)
-        # The memory of a search grows with its answers. A batch of very short sentences is searched in parts, so that
-        # the search does not need more memory than a training step.
-        max_sentences = max(1, batch.source.numel() // SHORTEST)
-        tokens, lengths = [], []
         # Validation runs in inference mode, in which autocast would cast the weights again for each token.
         with torch.inference_mode(False), torch.no_grad(), weights_cast_once(batch.source.device.type):
-            for start in range(0, batch.source.size(0), max_sentences):
-                sentences = slice(start, start + max_sentences)
-                mask = batch.source_mask[sentences] if batch.source_mask is not None else None
-                answers = self._search.greedy(batch.source[sentences].long(), mask, self._max_extra_tokens)
-                tokens.append(answers.tokens)
-                lengths.append(answers.lengths)
-        longest = max(part.size(1) for part in tokens)
-        padded = [F.pad(part, [0, longest - part.size(1)], value=self._special.pad) for part in tokens]
-        return torch.cat(padded), torch.cat(lengths)
+            answers = self._search.greedy(batch.source.long(), batch.source_mask, self._max_extra_tokens)
+        return answers.tokens, answers.lengths
 
     def losses(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Return loss, negative log-likelihood, perplexity and accuracy over all ranks' target tokens.

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from data_module.batch import length_batches
 from data_module.errors import InputError
 from data_module.system.files import PlainValues
 from data_module.system.text_files import progress_bar
@@ -32,7 +33,7 @@ from pipeline.export.formats import FORMATS, Answer, Bundle, Format, Ids, Search
 from pipeline.inference.pieces import encode_sources
 from pipeline.inference.scoring import score_pairs
 from pipeline.inference.text_io import paired_texts
-from pipeline.inference.translator import BATCH_TOKENS, LONGEST, length_batches
+from pipeline.inference.translator import BATCH_TOKENS, LONGEST
 from pipeline.metrics.bleu_tokenizer import DEFAULT, tokenizer_of
 from pipeline.metrics.metrics import METRICS, corpus_score, metrics_on
 from pipeline.runtime.console import report

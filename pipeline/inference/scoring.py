@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data_module.batch import length_batches
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import SPACE_MARK, Tokenizer, normalize_white_space
 from model.attention_maps import attention_maps
@@ -14,7 +15,7 @@ from model.decoding import penalty
 from model.transformer import Transformer
 from pipeline.inference.pieces import encode_sources
 from pipeline.inference.text_io import SentenceWarnings
-from pipeline.inference.translator import EMPTY, Hypothesis, Translator, length_batches, padded
+from pipeline.inference.translator import EMPTY, Hypothesis, Translator, padded
 
 Alignment = list[tuple[int, int]]
 """Pairs of a source and a target word, counted from 0."""

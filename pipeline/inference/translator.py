@@ -8,44 +8,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from data_module.batch import GPU_BATCH_TOKENS
+from data_module.batch import GPU_BATCH_TOKENS, length_batches
 from data_module.errors import InputError
 from data_module.system.files import PlainValues
 from data_module.system.text_files import progress_bar
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamArguments, BeamSearch
 from model.fast.compiled_search import CompiledSearch
-from model.settings import SHORTEST, DecodingSettings
+from model.settings import DecodingSettings
 from model.transformer import Transformer
 from pipeline.inference.options import BY_RECIPE, Prefixes, SearchOptions
 from pipeline.inference.pieces import encode_sources, encode_target_prefixes
 from pipeline.inference.text_io import Defects
-
-
-def length_batches(
-    lengths: Sequence[int], max_tokens: float, max_sentences: int | None = None, avoids_masks: bool = True
-) -> Iterator[list[int]]:
-    """Yield the indices of each batch, longest sentences first because they need the most memory.
-
-    A batch ends before it would exceed `max_tokens` padded tokens or `max_sentences`; a longer sentence is a batch of
-    its own. With `avoids_masks`, a batch that is half full also ends where the length changes, because sentences of one
-    length need no mask. Sentences shorter than `SHORTEST` count as that long, so a batch has at most
-    `max_tokens / SHORTEST` sentences. Sentences of one token, the end symbol, are left out.
-    """
-    batch: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        if lengths[index] <= 1:
-            break
-        if batch:
-            longest = max(lengths[batch[0]], SHORTEST)
-            is_full = longest * (len(batch) + 1) > max_tokens or len(batch) == max_sentences
-            is_half_full = longest * len(batch) * 2 >= max_tokens
-            if is_full or (avoids_masks and is_half_full and lengths[index] < lengths[batch[-1]]):
-                yield batch
-                batch = []
-        batch.append(index)
-    if batch:
-        yield batch
 
 
 def padded(sentences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from data_module.batch import PaddedBatch, PlannedBatch, SpecialIds, pad_batch, plan_padded_batches
+from data_module.batch import PaddedBatch, SpecialIds, length_batches, pad_batch
 from data_module.corpus.store import lengths_with_eos
 from data_module.errors import InputError
 from data_module.translation_data_module import TranslationDataModule
@@ -213,21 +213,22 @@ def _padded_steps(data: TranslationDataModule, device: torch.device) -> Iterator
     source, target = lengths_with_eos(corpus.source), lengths_with_eos(corpus.target)
     random = np.random.default_rng(data.seed)
 
-    def step(batches: list[PlannedBatch]) -> PaddedStep:
-        tokens = sum(int(target[batch.pairs].sum()) for batch in batches)
-        return PaddedStep([pad_batch(corpus, batch, data.special).to(device) for batch in batches], tokens)
+    def step(batches: list[np.ndarray]) -> PaddedStep:
+        tokens = sum(int(target[pairs].sum()) for pairs in batches)
+        return PaddedStep([pad_batch(corpus, pairs, data.special).to(device) for pairs in batches], tokens)
 
     while True:
         shuffled = random.permutation(len(source))  # Else pairs of equal lengths would meet in every epoch.
-        batches = plan_padded_batches(source[shuffled], target[shuffled], max(limit // 8, data.longest))
-        taken: list[PlannedBatch] = []
+        lengths = np.maximum(source, target)[shuffled].tolist()
+        batches = list(length_batches(lengths, max(limit // 8, data.longest), avoids_masks=False, shortest=1))
+        taken: list[np.ndarray] = []
         tokens_left = np.array([limit, limit])
         for index in random.permutation(len(batches)):
-            batch = batches[index]._replace(pairs=shuffled[batches[index].pairs])
-            size = len(batch.pairs) * np.array([batch.source_length, batch.target_length])
+            pairs = shuffled[batches[index]]
+            size = len(pairs) * np.array([source[pairs].max(), target[pairs].max()], np.int64)
             if taken and (size > tokens_left).any():
                 yield step(taken)
                 taken, tokens_left = [], np.array([limit, limit])
-            taken.append(batch)
+            taken.append(pairs)
             tokens_left -= size
         yield step(taken)

@@ -1,26 +1,24 @@
-"""Collation, compared with arrays written by hand; and padded batches of pairs of similar lengths."""
+"""Collation, compared with arrays written by hand; and batches of sentences of similar lengths."""
 
+import math
+import random
 from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from data_module.batch import (
-    PlannedBatch,
     RankBatch,
     RowShape,
     SpecialIds,
     collate,
+    length_batches,
     length_groups,
     pad_batch,
-    plan_padded_batches,
 )
 from data_module.corpus.store import ParallelCorpus, TokenStore, TokenStoreWriter
 from data_module.rank_rows import row_shape
-from tests.data_module.test_batch_plan import lengths
 
 SPECIAL = SpecialIds(pad=0, bos=2, eos=3)
 SOURCE = [[15, 16], [17], [18, 19, 10], [11]]
@@ -134,7 +132,7 @@ def test_a_batch_is_pickled_as_bytes(corpus: ParallelCorpus) -> None:
 
 
 def test_padding(corpus: ParallelCorpus) -> None:
-    batch = pad_batch(corpus, PlannedBatch(np.array([2, 0]), 4, 3), SPECIAL)
+    batch = pad_batch(corpus, np.array([2, 0]), SPECIAL)
     assert batch.pairs.tolist() == [2, 0]
     assert batch.source.tolist() == [[18, 19, 10, 3], [15, 16, 3, 0]]
     assert batch.source_mask is not None
@@ -145,53 +143,31 @@ def test_padding(corpus: ParallelCorpus) -> None:
     moved = batch.to("meta")
     assert moved.source_mask is not None
     assert (moved.source.device.type, moved.source_mask.device.type) == ("meta", "meta")
-    same_length = pad_batch(corpus, PlannedBatch(np.array([3, 1]), 2, 4), SPECIAL)
+    same_length = pad_batch(corpus, np.array([3, 1]), SPECIAL)
     assert same_length.source_mask is None
     assert same_length.to("meta").source_mask is None
     assert same_length.target_output.tolist() == [[3, 0, 0, 0], [22, 23, 24, 3]]
     # A filler has no labels.
-    batch = pad_batch(corpus, PlannedBatch(np.array([3, 1]), 2, 4), SPECIAL, is_filler=True)
+    batch = pad_batch(corpus, np.array([3, 1]), SPECIAL, is_filler=True)
     assert batch.is_filler
     assert batch.target_output.unique().tolist() == [0]
     assert batch.source.tolist() == [[11, 3], [17, 3]]
 
 
-def test_padded_batches_have_little_padding() -> None:
-    source, target = lengths()
-    batches = plan_padded_batches(source, target, 250)
-    padded = sum(len(b.pairs) * (b.source_length + b.target_length) for b in batches)
-    assert (source.sum() + target.sum()) / padded > 0.9
-
-
-@pytest.mark.parametrize(
-    ("source", "tokens", "sizes"),
-    [
-        ([20, 23], 1000, [2]),
-        ([20, 24], 1000, [1, 1]),
-        ([9, 10], 1000, [2]),
-        ([9, 11], 1000, [1, 1]),
-        ([20, 20, 21, 21, 22, 22], 132, [6]),  # 6 of 22 are exactly 132
-        ([20, 20, 21, 21, 22, 22], 131, [5, 1]),
-    ],
-)
-def test_similar_lengths_share_a_padded_batch(source: list[int], tokens: int, sizes: list[int]) -> None:
-    """The longest is at most 1.1 times the shortest plus one."""
-    batches = plan_padded_batches(np.array(source, np.uint16), np.full(len(source), 5, np.uint16), tokens)
-    assert [len(batch.pairs) for batch in batches] == sizes
-    [whole] = plan_padded_batches(np.array(source), np.full(len(source), 5), 1000, of_similar_length=False)
-    assert (len(whole.pairs), whole.source_length) == (len(source), max(source))
-
-
-@given(st.data())
-def test_padded_batches_of_any_corpus(data: st.DataObject) -> None:
-    pairs = data.draw(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=40))
-    source, target = np.array(pairs, dtype=np.uint16).T
-    tokens = data.draw(st.integers(1, 300))
-    batches = plan_padded_batches(source, target, tokens)
-    assert sorted(pair for batch in batches for pair in batch.pairs.tolist()) == list(range(len(pairs)))
-    # The longest first.
-    assert [batch.source_length for batch in batches] == sorted((b.source_length for b in batches), reverse=True)
-    for batch in batches:
-        assert source[batch.pairs].max() == batch.source_length
-        assert target[batch.pairs].max() == batch.target_length
-        assert len(batch.pairs) == 1 or len(batch.pairs) * max(batch.source_length, batch.target_length) <= tokens
+def test_length_batches() -> None:
+    draws = random.Random(2)
+    lengths = [draws.randint(1, 30) for _ in range(1000)] + [900]
+    batches = list(length_batches(lengths, 400))
+    assert batches[0] == [1000]
+    assert sorted(index for batch in batches for index in batch) == [i for i, one in enumerate(lengths) if one > 1]
+    sizes = [(max(16, *(lengths[index] for index in batch)), len(batch)) for batch in batches]
+    assert sizes == sorted(sizes, key=lambda size: -size[0])
+    assert max(longest * count for longest, count in sizes[1:]) <= 400
+    unmasked = sum(len({lengths[index] for index in batch}) == 1 for batch in batches)
+    assert unmasked > len(batches) // 2
+    # Hypotheses need memory as well, so the number of very short sentences is bounded.
+    assert max(len(batch) for batch in length_batches([2] * 5000, 4096)) == 256
+    assert list(length_batches([20] * 10, 100)) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert list(length_batches([20, 30, 1, 40], math.inf, 2)) == [[3, 1], [0]]
+    assert list(length_batches([20, 30, 1, 40], 80)) == [[3], [1, 0]]
+    assert list(length_batches([20, 30, 1, 40], 120, avoids_masks=False)) == [[3, 1, 0]]

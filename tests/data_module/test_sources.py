@@ -153,7 +153,7 @@ def rank_of(rank: int, world_size: int, device: str = "cpu") -> Any:
     return SimpleNamespace(global_rank=rank, world_size=world_size, strategy=strategy)
 
 
-@pytest.mark.parametrize(("most", "expected"), [(None, [7, 1]), (20_000, [7, 1]), (60, [9, 7])])
+@pytest.mark.parametrize(("most", "expected"), [(None, [6, 1]), (20_000, [6, 1]), (60, [9, 8])])
 def test_a_gpu_validates_in_large_batches(most: int | None, expected: list[int], settings: CorpusSettings) -> None:
     """Of sentences of any length, within a limit that is given. On a CPU a batch has an eighth of training's tokens."""
     made(replace(settings, validation=settings.validation[:1]))

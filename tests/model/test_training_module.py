@@ -466,7 +466,7 @@ def test_a_batch_that_is_not_translated_is_not_searched(monkeypatch: pytest.Monk
 
 
 def test_validation_answers_are_those_of_greedy_search() -> None:
-    """A batch of short sentences is searched in parts. The last part is one sentence with a shorter source."""
+    """The last sentence has a shorter source."""
     module = make_module().eval()
     # Padding is not F.pad's default, 0.
     special = module.special = SpecialIds(pad=1, bos=0, eos=2)

@@ -1,4 +1,3 @@
-import math
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ from pipeline.inference.options import SearchOptions
 from pipeline.inference.pieces import encode_sources
 from pipeline.inference.scoring import score_targets
 from pipeline.inference.text_io import Defects
-from pipeline.inference.translator import Translator, length_batches
+from pipeline.inference.translator import Translator
 from tests.conftest import train_tokenizer
 
 WORDS = ["ein", "hund", "läuft", "über", "die", "straße", "und", "bellt", "laut"]
@@ -111,21 +110,6 @@ def test_translations_have_no_line_breaks(tokenizer: Tokenizer, monkeypatch: pyt
     broken = "a\nb\r\nc\u2028d\x85e\x0bf\x1cg"
     monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: [broken for _ in ids])
     assert translator.translate(["ein hund"])[0].text == "a b c d e f g"
-
-
-def test_length_batches() -> None:
-    draws = random.Random(2)
-    lengths = [draws.randint(1, 30) for _ in range(1000)] + [900]
-    batches = list(length_batches(lengths, 400))
-    assert batches[0] == [1000]
-    unmasked = sum(len({lengths[index] for index in batch}) == 1 for batch in batches)
-    assert unmasked > len(batches) // 2
-    # Hypotheses need memory as well, so the number of very short sentences is bounded.
-    assert max(len(batch) for batch in length_batches([2] * 5000, 4096)) == 256
-    assert list(length_batches([20] * 10, 100)) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-    assert list(length_batches([20, 30, 1, 40], math.inf, 2)) == [[3, 1], [0]]
-    assert list(length_batches([20, 30, 1, 40], 80)) == [[3], [1, 0]]
-    assert list(length_batches([20, 30, 1, 40], 120, avoids_masks=False)) == [[3, 1, 0]]
 
 
 @pytest.mark.parametrize(
