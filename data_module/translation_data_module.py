@@ -27,7 +27,6 @@ from data_module.corpus.store import (
     lengths_with_eos,
     open_corpus,
     open_variants,
-    warn_of_size,
 )
 from data_module.errors import InputError
 from data_module.rank_rows import row_shape
@@ -98,8 +97,6 @@ class TranslationDataModule(LightningDataModule):
     def train_dataloader(self) -> StatefulLoader:
         """Return an endless loader of one `RankBatch` per optimizer step."""
         rank, world_size = self._rank_and_size()
-        if self.trainer is None or self.trainer.local_rank == 0:
-            warn_of_size(self.train_variants)
         rank_batches = RankBatchDataset(
             self.epochs(), self.special, rank=rank, world_size=world_size, shape=self.row_shape(world_size)
         )

@@ -327,17 +327,6 @@ def source_warnings(settings: CorpusSettings, checked: TextChecker) -> list[str]
             f"corpus.lowercase: letters are lower-cased one by one, not by the rules of {' and '.join(own_case)}: Σ is"
             " always σ, I is i, and İ is i and a dot; lower-case the text beforehand by those rules, or keep this one"
         )
-    if settings.is_varied() and settings.variants == 1:
-        warnings.append(
-            "corpus.variants 1: all epochs train on the same noise and segmentation; raise it, for example to 8, for"
-            " others in each epoch"
-        )
-    if settings.noise.emoji and not settings.byte_fallback:
-        cure = "remove it" if settings.model_type == "word" else "set corpus.byte_fallback to true"
-        warnings.append(
-            "corpus.noise.emoji: without corpus.byte_fallback, the tokenizer knows only the emoji of the training text,"
-            f" and a network cannot learn to copy others; {cure}"
-        )
     # Neither markup nor placeholders are learned without text. `prepare` itself puts prefixes before the sentences.
     held = {text.prefix for text in settings.train}.union(*(source.symbols for source in train))
     if lacking := [repr(symbol) for symbol in settings.user_symbols if symbol not in held]:

@@ -5,9 +5,7 @@ lengths. Opening a store reads no tokens. The processes of a node share its page
 """
 
 import hashlib
-import logging
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,8 +17,6 @@ from data_module.corpus.manifest import Split, TokenCounts, read_manifest
 from data_module.errors import PROGRAM, InputError
 from data_module.system.files import open_regular
 from data_module.tokenization.tokenizer import TOKENIZER_NAME, Tokenizer
-
-log = logging.getLogger(__name__)
 
 MAX_TOKENS = np.iinfo(np.uint16).max - 1  # Batches store lengths in 16 bits too, with EOS.
 """Maximum length of a sentence, because lengths are stored in 16 bits."""
@@ -283,20 +279,6 @@ def hash_pairs(folder: Path, num_variants: int) -> str:
                 for start in range(0, len(values), _BLOCK):
                     digest.update(values[start : start + _BLOCK].data)
     return digest.hexdigest()
-
-
-def warn_of_size(corpora: Sequence[ParallelCorpus]) -> None:
-    """Log a warning if the tokens take more than half of the available memory, page cache included.
-
-    `map_all` has read them, so that they stay in this node's page cache. Otherwise training, which reads short
-    sentences in random order, would read each of them from the disk; on a shared one each is a request of its own.
-    """
-    paths = [_path(side.prefix, "tokens") for corpus in corpora for side in (corpus.source, corpus.target)]
-    size = sum(path.stat().st_size for path in paths)
-    with suppress(OSError, KeyError):  # not Linux
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
-        if size > int(fields["MemAvailable"].split()[0]) * 1024 // 2:
-            log.warning("%s: %.1f GB do not fit in memory; copy it to a local disk", paths[0].parent, size / 1e9)
 
 
 def _path(prefix: Path, name: str) -> Path:

@@ -21,6 +21,7 @@ from model.decoding import (
     BeamResult,
     BeamSearch,
     Searches,
+    answer_limits,
     check_search,
     never_chosen,
     prefix_lengths,
@@ -274,9 +275,7 @@ class CompiledSearch(Searches):
 
     def _limits(self, lengths: Tensor, max_extra_tokens: int) -> Tensor:
         """Return the maximum length of each answer, after making sure that there are as many sinusoids."""
-        limits = lengths + max_extra_tokens
-        if self.max_positions:
-            limits = limits.clamp(max=self.max_positions)
+        limits = answer_limits(lengths, max_extra_tokens, self.max_positions)
         # Of several threads that lengthen the table at the same time, the program keeps the longest.
         if int(limits.max()) > self._num_positions and self._table_grows:
             self._set_positions(sinusoidal_table(int(limits.max()), self._d_model))

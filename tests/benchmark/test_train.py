@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,7 +17,7 @@ from model.transformer import Transformer
 from pipeline.monitoring.performance import training_flops
 from tests.benchmark.__main__ import main
 from tests.benchmark.baselines import TorchNetwork, baseline_network, cross_entropy
-from tests.benchmark.train import PeakMemory, SideBySide, figures_of
+from tests.benchmark.train import PeakMemory, figures_of
 from tests.model.sentence_batches import SPECIAL, VOCABULARY, Lengths, padded, states
 from tests.model.test_network import copy_layer
 
@@ -48,27 +47,6 @@ def test_figures_of_baselines(recipe_file: Path, capsys: pytest.CaptureFixture[s
     assert "marian" in printed.err
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("train RECIPE --steps 0", "--steps 0: must be 1 or more"),
-        ("train RECIPE --training.r_drop_alpha 5", "training.r_drop_alpha 5"),
-        ("train RECIPE --trainer.precision bf16-true", "trainer.precision must be one of"),
-        ("decode RUN --source EMPTY", "empty: has no sentences"),
-        ("decode none.ckpt --source RECIPE", "no such checkpoint"),
-        ("learn RECIPE", "invalid choice: 'learn'"),
-    ],
-)
-def test_mistakes(
-    words: str, said: str, recipe_file: Path, trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    empty = tmp_path / "empty"
-    empty.write_text("\n\n")
-    given = {"RECIPE": str(recipe_file), "RUN": str(trained_run), "EMPTY": str(empty)}
-    assert main([given.get(word, word) for word in words.split()]) == 2
-    assert said in capsys.readouterr().err.splitlines()[-1]
-
-
 def test_figures_by_hand() -> None:
     """Medians over rounds; a ratio is that of the same round."""
     comparison = SimpleNamespace(
@@ -87,31 +65,6 @@ def test_figures_by_hand() -> None:
     torch_figures = figures["baselines"]["torch"]
     assert (torch_figures["target_tokens_per_second"], torch_figures["step_seconds"]) == (5.0, 2.0)
     assert (figures["peak_memory_bytes"], torch_figures["peak_memory_bytes"]) == (70, 90)
-
-
-def test_rounds_of_warm_up_memory_and_time() -> None:
-    clock, steps = [0.0], [SimpleNamespace(num_target_tokens=4 + step) for step in range(10)]
-
-    def train(_: object) -> None:
-        clock[0] += 2.0
-
-    network = nn.Linear(3, 2)
-    optimizer = torch.optim.Adam(network.parameters())
-    baseline = SimpleNamespace(network=network, optimizer=optimizer, next_step=iter(steps).__next__, train=train)
-    comparison = SideBySide({"torch": baseline}, 3, (torch.device("cpu"), torch.float32))
-    comparison._now = lambda: clock[0]  # type: ignore[method-assign]
-    trainer, count = SimpleNamespace(optimizers=[optimizer], should_stop=False), 0
-    comparison.start()
-    while not trainer.should_stop:
-        clock[0] += 0.5
-        batch = SimpleNamespace(num_target_tokens=2, num_tokens=5, num_row_tokens=6)
-        comparison.after_step(trainer, SimpleNamespace(network=network), None, batch, count)
-        count += 1
-    assert count == 5 + 2 + 3
-    assert comparison.step_seconds == {"ours": [0.5] * 3, "torch": [2.0] * 3}
-    assert comparison.token_rates == {"ours": [4.0] * 3, "torch": [11 / 2, 12 / 2, 13 / 2]}
-    assert (comparison.num_tokens, comparison.num_row_tokens) == (15, 18)
-    assert comparison.peak_memory == {"ours": 8 * 4, "torch": 8 * 4}
 
 
 @pytest.mark.parametrize(("settings", "lengths"), [(SETTINGS, RAGGED), (DEEP, EVEN)], ids=["2+2", "3+1"])

@@ -8,7 +8,7 @@ import pytest
 from data_module.corpus.checks import TextChecker, check_folder, check_text, size_warnings, source_warnings
 from data_module.corpus.preparation import prepare
 from data_module.errors import InputError
-from data_module.settings import CorpusSettings, NoiseSettings, TextSource
+from data_module.settings import CorpusSettings, TextSource
 from data_module.tokenization.tokenizer import Tokenizer
 from tests.conftest import another_user
 
@@ -25,19 +25,6 @@ def settings_of(folder: Path, train: list[TextSource], held_out: TextSource) -> 
 
 def warnings_of(settings: CorpusSettings) -> list[str]:
     return source_warnings(settings, check_text(settings))
-
-
-def test_noise_that_the_tokenizer_does_not_know_or_that_is_the_same_in_all_epochs(tmp_path: Path) -> None:
-    text = text_of(tmp_path, "train", ["a house"] * 9, ["ein Haus"] * 9)
-    plain = settings_of(tmp_path, [text], text)
-    emoji = replace(plain, noise=NoiseSettings(emoji=0.01), variants=2)
-    [warning] = warnings_of(emoji)
-    assert warning.startswith("corpus.noise.emoji: without corpus.byte_fallback, ")
-    assert warnings_of(replace(emoji, byte_fallback=True)) == []
-    typos = replace(plain, noise=NoiseSettings(typos=0.1))
-    [warning] = warnings_of(typos)
-    assert warning.startswith("corpus.variants 1: all epochs train on the same noise and segmentation; raise it")
-    assert warnings_of(replace(typos, variants=2)) == []
 
 
 def sizes(folder: Path, num_pairs: int, vocabulary_size: int, **options: object) -> list[str]:

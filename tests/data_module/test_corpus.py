@@ -18,7 +18,6 @@ from data_module.corpus.store import (
     open_corpus,
     store_prefix,
     token_type,
-    warn_of_size,
 )
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings
@@ -158,17 +157,6 @@ def test_a_link_to_a_corpus_is_kept(settings: CorpusSettings, tmp_path: Path) ->
     assert json.loads((there / "manifest.json").read_text())["settings"]["max_tokens"] == 102
     assert not list(tmp_path.glob(".link.*"))
     assert not list(there.parent.glob(".corpus.*"))
-
-
-def test_tokens_that_do_not_fit_in_memory_are_noted(tiny_corpus: Path, caplog: pytest.LogCaptureFixture) -> None:
-    opened = open_corpus(tiny_corpus, "train")
-    warn_of_size([opened])
-    assert caplog.text == ""
-    available = sum(path.stat().st_size for path in tiny_corpus.glob("train.*.tokens.npy")) * 2 - 2
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "read_text", lambda *_, **__: f"MemTotal: 9 kB\nMemAvailable: {available // 1024} kB\n")
-        warn_of_size([opened])
-    assert "copy it to a local disk" in caplog.text
 
 
 FILES = {name: {"file": name, "bytes": 1, "sha256": name} for name in ("one", "two", "three")}

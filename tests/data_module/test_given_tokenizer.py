@@ -1,7 +1,6 @@
 """`corpus.tokenizer` takes a vocabulary that is there already, and `corpus.split_digits` spells numbers by digits."""
 
 import io
-import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +10,13 @@ import pytest
 import sentencepiece
 
 from data_module.corpus.preparation import existing_corpus
-from data_module.corpus.store import open_variants
 from data_module.errors import InputError
-from data_module.settings import BpeDropout, CorpusSettings, NoiseSettings, TextSource
+from data_module.settings import BpeDropout, CorpusSettings, TextSource
 from data_module.tokenization.encoders import DropoutEncoder, WordEncoder
 from data_module.tokenization.tokenizer import SPACE_MARK, Tokenizer
 from data_module.tokenization.training import standalone_model
 from tests.conftest import sentences, train_tokenizer
-from tests.data_module.conftest import made, write_pairs
+from tests.data_module.conftest import made
 
 NUMBERS = ["In 1999, 12,345.67 of 1.000 were 3rd.", "30 °C, 24/7, +49 30 1234567, 2024-05-01", "1999 2000 20 1 a1b22c"]
 
@@ -137,15 +135,3 @@ def test_each_digit_is_a_piece_for_all_encoders(splitting: Tokenizer) -> None:
     assert splitting.decode(dropped) == NUMBERS
     exported = sentencepiece.SentencePieceProcessor(model_proto=standalone_model(splitting))
     assert exported.encode(NUMBERS) == plain
-
-
-def test_digits_in_noise_are_single_too(tmp_path: Path) -> None:
-    chooser = random.Random(1)
-    pairs = [(f"{chooser.randrange(10**6)} {line}",) * 2 for line in sentences(200, 9)]
-    text = write_pairs(tmp_path, "train", pairs)
-    options = {"noise": NoiseSettings(number=0.5), "bpe_dropout": BpeDropout(0.1, 0.1), "variants": 2}
-    made(CorpusSettings(str(tmp_path / "corpus"), [text], [text], vocabulary_size=90, split_digits=True, **options))
-    tokenizer = Tokenizer.load(tmp_path / "corpus/tokenizer.model")
-    for variant in open_variants(tmp_path / "corpus"):
-        used = np.unique(variant.source.tokens)
-        assert has_single_digits([tokenizer.pieces()[piece] for piece in used])

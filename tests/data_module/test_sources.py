@@ -11,7 +11,6 @@ import torch
 
 from data_module.batch import SpecialIds
 from data_module.corpus.manifest import source_names
-from data_module.corpus.preparation import existing_corpus
 from data_module.corpus.store import open_corpus
 from data_module.errors import InputError
 from data_module.settings import BatchSettings, CorpusSettings, TextSource
@@ -223,11 +222,3 @@ def test_names() -> None:
         *("2pt_BR", "d", "text"),
     ]
     assert source_names([]) == []
-
-
-def test_a_prefix_and_a_name_are_part_of_the_corpus(settings: CorpusSettings) -> None:
-    made(settings)
-    for changes in ({"prefix": FR}, {"name": "first"}, {"prefix": None}):
-        train = [replace(settings.train[0], **changes), settings.train[1]]
-        with pytest.raises(InputError, match=r"was made from other inputs or settings: corpus\.train: "):
-            existing_corpus(replace(settings, train=train), compare_texts=False)
