@@ -40,13 +40,11 @@ from data_module.settings import CorpusSettings, NoiseSettings, TextSource
 from data_module.system.files import FORMAT_VERSION
 from data_module.system.text_files import progress_bar
 from data_module.tokenization.encoders import WordEncoder
-from data_module.tokenization.tokenizer import MAX_PIECE_CHARACTERS, TOKENIZER_NAME, UNK_ID, Tokenizer
+from data_module.tokenization.tokenizer import TOKENIZER_NAME, UNK_ID, Tokenizer
 from data_module.tokenization.training import WordCounts, train_on_words
 
 log = logging.getLogger(__name__)
 
-_ENOUGH_CHARACTERS = 2 * MAX_PIECE_CHARACTERS
-"""Distinct words with this many characters per piece are always enough to learn a vocabulary."""
 _MARKED_TOKENS = 2**22
 """Tokens that are read at once to find out which pieces occur; their indices take 32 MB."""
 _MAX_UNKNOWN = 0.05
@@ -58,20 +56,9 @@ def learn_tokenizer(settings: CorpusSettings, checked: TextChecker, progress: bo
 
     Raises InputError as `read_pairs` and `train_on_words` do, or if no pair is left.
     """
-    return _train_tokenizer(settings, count_words(settings, checked, progress), progress)
-
-
-def check_vocabulary_size(settings: CorpusSettings, checked: TextChecker) -> Tokenizer:
-    """Learn a tokenizer, to raise InputError for a size that the training text does not allow, and return it.
-
-    Only the beginning of a large text is read, which has enough words, unless the whole text decides which characters
-    or words are pieces. `learn_tokenizer`, which reads the whole text, then learns other pieces.
-    """
-    has_all_characters = settings.character_coverage >= 1 and not settings.byte_fallback
-    enough = _ENOUGH_CHARACTERS * settings.vocabulary_size if has_all_characters else None
-    if settings.model_type == "word":  # Each token of the text may be too long.
-        enough = None
-    return _train_tokenizer(settings, count_words(settings, checked, False, enough), False)
+    words = count_words(settings, checked, progress)
+    with progress_bar("training the tokenizer", unit="", show=progress):
+        return Tokenizer(train_on_words(words, settings))
 
 
 def add_casings(words: WordCounts, noise: NoiseSettings, protected: frozenset[str] = frozenset()) -> None:
@@ -147,14 +134,12 @@ def _seen_pieces(folder: Path, settings: CorpusSettings, tokenizer: Tokenizer) -
     return (seen[0] + 2 * seen[1]).astype(np.uint8).tobytes()
 
 
-def count_words(
-    settings: CorpusSettings, checked: TextChecker, progress: bool, enough: int | None = None
-) -> WordCounts:
+def count_words(settings: CorpusSettings, checked: TextChecker, progress: bool) -> WordCounts:
     """Count the words of a seeded uniform sample of `tokenizer_sentences` sentences, or of all if there are fewer.
 
     Both sides of a pair are sampled together. Pairs that are certain to be dropped are left out. The words of a
     repeated source count as often as it is repeated, whatever its weight, which may change after preparation. Prefixes
-    are left out: they are pieces of their own. With `enough`, stop when the distinct words have that many characters.
+    are left out: they are pieces of their own.
     """
     checked.check_not_empty()
     train = checked.found["train"]
@@ -181,16 +166,9 @@ def count_words(
             remaining -= len(kept)
             wanted -= take
             bar.update(size)
-            if enough is not None and words.num_characters() >= enough:
-                break
     if not settings.lowercase:
         add_casings(words, settings.noise, frozenset(settings.user_symbols))
     return words
-
-
-def _train_tokenizer(settings: CorpusSettings, words: WordCounts, progress: bool) -> Tokenizer:
-    with progress_bar("training the tokenizer", unit="", show=progress):
-        return Tokenizer(train_on_words(words, settings))
 
 
 def _write_validation(

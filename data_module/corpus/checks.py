@@ -341,8 +341,8 @@ def source_warnings(settings: CorpusSettings, checked: TextChecker) -> list[str]
 def size_warnings(settings: CorpusSettings, checked: TextChecker) -> list[str]:
     """Return a line if the pairs are few, and a line if the training text is too small for the vocabulary.
 
-    Neither matters for a run that starts from the weights and the tokenizer of another one. A vocabulary that the text
-    does not allow is refused by `builder.check_vocabulary_size`.
+    Neither matters for a run that starts from the weights and the tokenizer of another one. `learn_tokenizer` refuses a
+    vocabulary that the text does not allow.
     """
     train = checked.found["train"]
     pairs = sum(int(source.kept.sum()) for source in train)

@@ -93,10 +93,6 @@ class WordCounts:
             self._least_bit *= 2
             self._characters = _num_characters(self._by_bit[self._least_bit])
 
-    def num_characters(self) -> int:
-        """Return the number of characters of all distinct words together, with a space for each."""
-        return _num_characters(set().union(*self._by_bit.values()))
-
     def add_characters(self, lines: str) -> None:
         """Add characters to the required vocabulary without counting their words."""
         self._seen.update(lines)

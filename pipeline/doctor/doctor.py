@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 
-from data_module.corpus.builder import check_vocabulary_size
+from data_module.corpus.builder import learn_tokenizer
 from data_module.corpus.checks import TextChecker, given_tokenizer, size_warnings, source_warnings
 from data_module.corpus.manifest import corpus_tokenizer, is_corpus
 from data_module.errors import InputError, printable
@@ -113,7 +113,7 @@ def check_texts(plan: Plan, texts: TextChecker, report: Report) -> None:
     # Otherwise vocabulary and weights come from another run or an earlier start of this one.
     if plan.tokenizer is None:
         if tokenizer is None:
-            tokenizer = check_vocabulary_size(settings, texts)
+            tokenizer = learn_tokenizer(settings, texts, progress=True)
         for line in size_warnings(settings, texts):
             report.note(line)
     if tokenizer is not None:

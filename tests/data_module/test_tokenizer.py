@@ -198,6 +198,12 @@ def test_the_size_of_a_vocabulary_by_type(kind: str, options: dict[str, object],
     assert make_type("word", vocabulary_size=6).pieces()[4:] == ["▁<tag>", "▁Cl"]
 
 
+def test_a_vocabulary_without_room_for_the_characters_that_it_has_to_cover() -> None:
+    text = ["abcdefgh"] * 5000 + ["".join(map(chr, range(0x4E00, 0x4E00 + 100)))] * 30
+    with pytest.raises(InputError, match=r"characters that make up 99\.50% of the text"):
+        train_tokenizer(text, 60, character_coverage=0.995)
+
+
 def test_words_in_lower_case() -> None:
     lower = make_type("word", vocabulary_size=10, lowercase=True)
     assert lower.decode(lower.encode(["<TAG> [C@@h] CL <tag>"])) == ["<tag> [c@@h] cl <tag>"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data_module.corpus.builder import add_casings, check_vocabulary_size, count_words, learn_tokenizer
+from data_module.corpus.builder import add_casings, count_words, learn_tokenizer
 from data_module.corpus.checks import check_text
 from data_module.corpus.preparation import prepare
 from data_module.errors import InputError
@@ -109,7 +109,6 @@ def test_a_dropped_pair_changes_no_vocabulary(tmp_path: Path, sentences: int) ->
     for name, text in (("clean", pairs), ("noisy", noisy)):
         train = [write_pairs(tmp_path, name, list(dict.fromkeys(pairs)) if text is pairs else text)]
         settings = settings_of(tmp_path, train, vocabulary_size=40, tokenizer_sentences=sentences, drop_duplicates=True)
-        check_vocabulary_size(settings, check_text(settings))
         models.append(learn_tokenizer(settings, check_text(settings), progress=False).model)
     assert models[0] == models[1]
 
@@ -121,30 +120,9 @@ def test_text_of_which_no_pair_is_left(tmp_path: Path, options: dict[str, object
     settings = settings_of(tmp_path, [write_pairs(tmp_path, "train", [pair] * 3)], **options)
     message = rf"^corpus\.train: no pair is left \({reason}: 3\); correct the text or relax the settings$"
     with pytest.raises(InputError, match=message):
-        check_vocabulary_size(settings, check_text(settings))
+        learn_tokenizer(settings, check_text(settings), False)
     with pytest.raises(InputError, match=message):
         prepare(settings, progress=False)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"byte_fallback": True, "vocabulary_size": 300}, "too small for the text's 108 distinct characters and 256"),
-        ({"character_coverage": 0.995, "vocabulary_size": 60}, "too small for the characters that make up 99.50%"),
-    ],
-)
-def test_all_text_decides_which_characters_are_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, object], message: str
-) -> None:
-    """The beginning of the text would allow this size."""
-    monkeypatch.setattr("data_module.corpus.readers.CHUNK_BYTES", 2**14)
-    chooser = random.Random(1)
-    text = [("".join(chooser.choices("abcdefgh", k=12)), "a") for _ in range(5000)]
-    text += [("".join(map(chr, range(0x4E00, 0x4E00 + 100))), "a")] * 30
-    settings = settings_of(tmp_path, [write_pairs(tmp_path, "train", text)], **options)
-    for check in (check_vocabulary_size, lambda *arguments: learn_tokenizer(*arguments, progress=False)):
-        with pytest.raises(InputError, match=message):
-            check(settings, check_text(settings))
 
 
 def characters_in(words: Counter[str]) -> int:

@@ -12,7 +12,7 @@ import torch
 import yaml
 from torch.utils.data import DataLoader
 
-from data_module.corpus.builder import check_vocabulary_size
+from data_module.corpus.builder import learn_tokenizer
 from data_module.corpus.checks import check_text
 from data_module.errors import InputError
 from model.optimization import SCHEDULES
@@ -116,14 +116,14 @@ def test_the_largest_vocabulary_that_the_text_allows(place: Path) -> None:
     settings = load_recipe([place / "mine.yaml"]).corpus
     checked = check_text(settings)
     with pytest.raises(InputError, match=r"the largest that works is \d+$") as refused:
-        check_vocabulary_size(replace(settings, vocabulary_size=3000), checked)
+        learn_tokenizer(replace(settings, vocabulary_size=3000), checked, False)
     largest = int(str(refused.value).rpartition(" ")[2])
     settings = replace(settings, vocabulary_size=largest + 1)
     with pytest.raises(InputError, match=f"the largest that works is {largest}$"):
-        check_vocabulary_size(settings, checked)
+        learn_tokenizer(settings, checked, False)
     checked.found["train"][0].characters.update(map(chr, range(0x4E00, 0x4E00 + 500)))
     with pytest.raises(InputError, match=r"too small for the text's 5\d\d distinct characters"):
-        check_vocabulary_size(settings, checked)
+        learn_tokenizer(settings, checked, False)
     run_here("prepare", place / "mine.yaml", "--corpus.vocabulary_size", largest)
 
 
