@@ -1,8 +1,8 @@
-"""Networks of other libraries to compare training with, each used in its fastest way.
+"""A network of PyTorch's layers to compare training with, used in its fastest way.
 
-They have the recipe's size. Dropout is applied in the same places as in our network: after the embeddings and on
-sub-layer outputs. Masks are passed only for batches with padding. They train in a plain loop, without Lightning and
-without statistics, on padded batches of their own.
+It has the recipe's size. Dropout is applied in the same places as in our network: after the embeddings and on
+sub-layer outputs. Masks are passed only for batches with padding. It trains in a plain loop, without Lightning and
+without statistics, on padded batches of its own.
 """
 
 import math
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from data_module.batch import PaddedBatch, SpecialIds, length_batches, pad_batch
+from data_module.batch import PaddedBatch, length_batches, pad_batch
 from data_module.corpus.store import lengths_with_eos
 from data_module.errors import InputError
 from data_module.translation_data_module import TranslationDataModule
@@ -25,7 +25,6 @@ from model.optimization import build_optimizer, build_schedule
 from model.settings import NetworkSettings
 from model.transformer import SinusoidalPositions
 from pipeline.config.recipe import Recipe
-from pipeline.export.huggingface_model import require_transformers
 
 ENDLESS = 1 << 40
 """`max_steps` of a training that ends when the measurement does."""
@@ -33,7 +32,7 @@ Precision = tuple[torch.device, torch.dtype]
 """Device to train on, and type of matrix products; with float32 there is no autocast."""
 _DEPTHS = ("num_layers", "num_encoder_layers", "num_decoder_layers")
 _SHARED = (*_DEPTHS, "d_model", "d_ff", "num_heads", "dropout", "max_positions")
-"""Settings that the baselines support, or that have no effect without `learned_positions`; others are refused."""
+"""Settings that the baseline supports, or that have no effect without `learned_positions`; others are refused."""
 
 
 class TorchNetwork(nn.Module):
@@ -80,44 +79,6 @@ class TorchNetwork(nn.Module):
         return F.linear(states, self.embedding.weight)
 
 
-class MarianNetwork(nn.Module):
-    """Hugging Face's MarianMTModel, randomly initialized."""
-
-    def __init__(self, vocabulary_size: int, settings: NetworkSettings, special: SpecialIds, longest: int) -> None:
-        super().__init__()
-        transformers = require_transformers()
-        self.model = transformers.MarianMTModel(
-            transformers.MarianConfig(
-                vocab_size=vocabulary_size,
-                d_model=settings.d_model,
-                encoder_layers=settings.encoder_layers,
-                decoder_layers=settings.decoder_layers,
-                encoder_attention_heads=settings.num_heads,
-                decoder_attention_heads=settings.num_heads,
-                encoder_ffn_dim=settings.d_ff,
-                decoder_ffn_dim=settings.d_ff,
-                max_position_embeddings=longest,
-                activation_function="relu",
-                dropout=settings.dropout,
-                attention_dropout=0.0,
-                activation_dropout=0.0,
-                scale_embedding=True,
-                use_cache=False,
-                pad_token_id=special.pad,
-                bos_token_id=special.bos,
-                eos_token_id=special.eos,
-                forced_eos_token_id=None,
-                decoder_start_token_id=special.bos,
-                attn_implementation="sdpa",
-            )
-        )
-
-    def forward(self, source: Tensor, target: Tensor, source_mask: Tensor | None) -> Tensor:
-        """Map ids [B, S] and [B, T] and a mask [B, S], True at tokens, or None, to logits [B, T, V]."""
-        with _fast_attention(source.device.type):
-            return self.model(input_ids=source, attention_mask=source_mask, decoder_input_ids=target).logits
-
-
 def _fast_attention(device: str) -> AbstractContextManager[None]:
     """Select PyTorch's unfused kernel for bf16 on a CPU, where the fused one's backward pass takes half of a step."""
     is_slow = device == "cpu" and torch.is_autocast_enabled(device)
@@ -130,22 +91,14 @@ def cross_entropy(logits: Tensor, targets: Tensor, pad: int, label_smoothing: fl
     return F.cross_entropy(rows, labels, ignore_index=pad, label_smoothing=label_smoothing, reduction="sum")
 
 
-def baseline_network(
-    name: str, vocabulary_size: int, settings: NetworkSettings, special: SpecialIds, longest: int
-) -> nn.Module:
-    """Create the network of "torch" or "marian", for sentences of up to `longest` tokens.
-
-    Raises:
-        InputError: the baseline does not support a setting or is not installed.
-    """
+def baseline_network(vocabulary_size: int, settings: NetworkSettings) -> TorchNetwork:
+    """Create the network; raise InputError if the baseline does not support a setting."""
     plain = type(settings)()
     odd = [key for key, value in vars(settings).items() if key not in _SHARED and value != vars(plain)[key]]
     if odd:
         keys = ", ".join(f"network.{key}" for key in odd)
-        raise InputError(f"--baseline {name}: has no network with this recipe's {keys}; leave {keys} out to compare")
-    if name == "torch":
-        return TorchNetwork(vocabulary_size, settings)
-    return MarianNetwork(vocabulary_size, settings, special, longest)
+        raise InputError(f"--baseline torch: has no network with this recipe's {keys}; leave {keys} out to compare")
+    return TorchNetwork(vocabulary_size, settings)
 
 
 class PaddedStep(NamedTuple):
@@ -157,20 +110,15 @@ class PaddedStep(NamedTuple):
 
 
 class Baseline:
-    """A baseline's network, its optimizer and its batches."""
+    """The baseline's network, its optimizer and its batches."""
 
-    def __init__(
-        self, name: str, recipe: Recipe, vocabulary_size: int, data: TranslationDataModule, precision: Precision
-    ) -> None:
-        """Prepare to train "torch" or "marian" with the recipe's loss, schedule, optimizer and clipping.
+    def __init__(self, recipe: Recipe, vocabulary_size: int, data: TranslationDataModule, precision: Precision) -> None:
+        """Prepare to train with the recipe's loss, schedule, optimizer and clipping, as `baseline_network` does.
 
         Adam takes the place of Muon, which knows the projections of this project's networks only.
-
-        Raises:
-            InputError: the baseline does not support a setting or is not installed.
         """
         self._device, self._dtype = precision
-        network = baseline_network(name, vocabulary_size, recipe.network, data.special, data.longest)
+        network = baseline_network(vocabulary_size, recipe.network)
         self.network = network.to(self._device).train()
         settings = recipe.training
         if settings.optimizer == "muon":

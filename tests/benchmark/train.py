@@ -64,8 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--baseline",
         action="append",
         default=[],
-        choices=("torch", "marian"),
-        help="compare with torch.nn.Transformer's layers or Hugging Face's MarianMTModel; may be repeated",
+        choices=("torch",),
+        help="compare with torch.nn.Transformer's layers",
     )
 
 
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> PlainValues:
     refuse_optimizer(recipe)
     module, data = build_module(recipe, tokenizer, backend), build_data(recipe, tokenizer, backend)
     size = module.network.vocabulary_size
-    baselines = {name: Baseline(name, recipe, size, data, precision) for name in arguments.baseline}
+    baselines = {name: Baseline(recipe, size, data, precision) for name in arguments.baseline}
     comparison = SideBySide(baselines, arguments.steps, precision)
     callback = LambdaCallback(on_train_start=comparison.start, on_train_batch_end=comparison.after_step)
     own = {"logger": False, "callbacks": [callback], "max_steps": ENDLESS, "limit_val_batches": 0}
