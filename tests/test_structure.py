@@ -267,7 +267,7 @@ def test_messages_go_through_the_functions_that_escape_control_characters() -> N
 
 
 READS_OWN_FILES = {
-    "data_module": {"corpus/store.py", "demo/corpus.py", "system/files.py"},
+    "data_module": {"demo/corpus.py", "system/files.py"},
     "pipeline": {
         *(f"commands/{name}.py" for name in ("demo", "synthesis")),
         "config/recipe_files.py",

@@ -1,20 +1,14 @@
 """Which pairs are kept, which also occur in held-out text, and whether the account adds up."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import regex
-from hypothesis import given
-from hypothesis import strategies as st
 
 from data_module.corpus.manifest import summary
 from data_module.corpus.pairs import PairFilter, Reason, SeenPairs, hash_pairs, read_pairs
-from data_module.settings import CorpusSettings, TextSource
-from data_module.system.text_files import _NOT_TEXT
-from tests.conftest import INVISIBLE
+from data_module.settings import CorpusSettings
 from tests.data_module.conftest import contents, dropped, made, pairs_of_text, write_pairs
 
 
@@ -79,112 +73,46 @@ def test_the_summary_adds_up(settings: CorpusSettings, tmp_path: Path) -> None:
     assert f"5 empty side ({tmp_path}/one.en:1, and 4 more)" in again
 
 
-SPACES = "[ \0\t\r\v\f\x1c\x1d\x1e\x1f\x85\u2028\u2029\u2581]"
-LINES = st.one_of(
-    st.sampled_from([b"a", b"a b", b" a\r", b"a b c d", b"", b"\xef\xbb\xbfa", b"\xc2\xa0 \xe2\x80\x8b"]),
-    st.text(max_size=6).map(lambda line: line.replace("\n", "").encode()),
-    st.binary(max_size=6).map(lambda line: line.replace(b"\n", b"")),
-).filter(lambda line: not line.startswith(tuple(_NOT_TEXT)))
+PAIRS = [
+    ("a b", "c d", None),
+    ("\udcff", "", "invalid_utf8"),
+    ("", "a b c d e", "empty_side"),
+    ("a", "\u200b", "empty_side"),
+    ("a b c d e", "a", "too_long"),
+    ("a", "a b c d e", "too_long"),
+    ("a b c", "v", "length_ratio"),
+    ("a b", "a b c d", None),
+    ("v", "a b c", "length_ratio"),
+    ("v v", "w w", "overlap_with_validation"),
+    ("t t", "u u", "overlap_with_test"),
+    (" a  b ", "c\td", "duplicate"),
+    *[("", "b", "empty_side")] * 5,
+]
+"""Of one source and target, whose reasons are not the only ones."""
 
 
-def words(line: bytes) -> tuple[str, ...] | None:
-    """Return the words of a line, none if it has no visible character, or None if it is invalid UTF-8."""
-    try:
-        text = line.decode()
-    except UnicodeDecodeError:
-        return None
-    found = tuple(word for word in re.split(SPACES, text) if word)
-    return () if regex.fullmatch(INVISIBLE, text) else found
-
-
-@given(data=st.data())
-def test_any_text_is_kept_or_dropped_for_its_first_reason(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Compare reader and filter with a loop over pairs. Lengths are in words."""
-    texts = data.draw(st.lists(st.lists(st.tuples(LINES, LINES), min_size=1, max_size=8), min_size=1, max_size=3))
-    settings = CorpusSettings(
-        "",
-        [],
-        [],
-        max_tokens=data.draw(st.integers(1, 4)),
-        max_length_ratio=data.draw(st.sampled_from([None, 1.0, 1.5, 2.0])),
-        drop_invalid_utf8=True,
-        drop_duplicates=data.draw(st.booleans()),
-        drop_overlap=data.draw(st.booleans()),
-    )
-    read = []  # words, source and target; the place; how often
-    for number, lines in enumerate(texts):
-        repeat = data.draw(st.integers(1, 3))
-        for line, sides in enumerate(lines, 1):
-            # A byte order mark is not part of a file's first line.
-            sides = tuple(side.removeprefix(b"\xef\xbb\xbf") if line == 1 else side for side in sides)
-            source, target = map(words, sides)
-            # Only a target that alone has no text is named instead of the source.
-            side = "target" if source and not target else "source"
-            read.append(((source, target), f"{number}.{side}:{line}", repeat))
-    validation, test = (
-        {
-            tuple(" ".join(side or ()) for side in pair)
-            for pair, *_ in data.draw(st.lists(st.sampled_from(read), max_size=3))
-        }
-        for _ in range(2)
-    )
-
-    expected: dict[str | None, list[tuple[str, int]]] = {str(reason): [] for reason in Reason}
-    kept_pairs, also = [], {"validation": 0, "test": 0}
-    for (source, target), place, repeat in read:
-        pair = (" ".join(source or ()), " ".join(target or ()))
-        why = None
-        if source is None or target is None:
-            why = "invalid_utf8"
-        elif not source or not target:
-            why = "empty_side"
-        elif max(len(source), len(target)) > settings.max_tokens:
-            why = "too_long"
-        elif settings.max_length_ratio and not (
-            1 / settings.max_length_ratio <= len(source) / len(target) <= settings.max_length_ratio
-        ):
-            why = "length_ratio"
-        else:
-            also["validation"] += repeat * (pair in validation)
-            also["test"] += repeat * (pair in test)
-            if settings.drop_overlap and pair in validation:
-                why = "overlap_with_validation"
-            elif settings.drop_overlap and pair in test:
-                why = "overlap_with_test"
-            elif settings.drop_duplicates and pair in kept_pairs:
-                why = "duplicate"
-        if why is None:
-            kept_pairs.append(pair)
-        else:
-            expected[why].append((place, repeat))
-
-    folder = tmp_path_factory.getbasetemp()
-    pair_filter = PairFilter(settings, {"validation": validation, "test": test})
-    kept = []
-    repeats = {place.split(".")[0]: repeat for _, place, repeat in read}
-    for number, lines in enumerate(texts):
-        names = [folder / f"{number}.{side}" for side in ("source", "target")]
-        for name, side in zip(names, zip(*lines, strict=True), strict=True):
-            name.write_bytes(b"\n".join(side) + (b"\n" if not side[-1] or data.draw(st.booleans()) else b""))
-        for chunk in read_pairs(TextSource(*map(str, names)), settings):
-            lengths = [
-                np.array([len(line.split(" ")) if line else 0 for line in side])
-                for side in (chunk.source, chunk.target)
-            ]
-            for i in pair_filter.keep(chunk, *lengths, repeats[str(number)]):
-                kept.append((chunk.source[i], chunk.target[i]))
-    assert kept == kept_pairs
-    account = pair_filter.counts
-    assert account["pairs_dropped"] == {
-        why: {
-            "pairs": sum(repeat for _, repeat in pairs),
-            "first_lines": [f"{folder}/{place}" for place, _ in pairs[:5]],
-        }
-        for why, pairs in expected.items()
+@pytest.mark.parametrize("drops", [True, False])
+def test_a_pair_counts_under_its_first_reason(tmp_path: Path, drops: bool) -> None:
+    """With lengths in words."""
+    text = write_pairs(tmp_path, "train", [pair for *pair, _ in PAIRS])
+    options = {"drop_invalid_utf8": True, "drop_duplicates": drops, "drop_overlap": drops}
+    settings = CorpusSettings("", [], [], max_tokens=4, max_length_ratio=2.0, **options)
+    held_out = {"validation": {("v v", "w w"), ("v", "a b c")}, "test": {("t t", "u u"), ("v v", "w w")}}
+    pair_filter, kept = PairFilter(settings, held_out), []
+    for chunk in read_pairs(text, settings):
+        sides = chunk.source, chunk.target
+        lengths = [np.array([len(line.split()) for line in side]) for side in sides]
+        kept += pair_filter.keep(chunk, *lengths, 3).tolist()
+    why = [reason if drops or not (reason or "").startswith(("overlap", "dup")) else None for *_, reason in PAIRS]
+    assert kept == [place for place, reason in enumerate(why) if reason is None]
+    # The target is named where it alone has no text.
+    names = [text.target if number == 4 else text.source for number in range(len(PAIRS) + 1)]
+    first = {
+        reason: [f"{names[number]}:{number}" for number, one in enumerate(why, 1) if one == reason] for reason in Reason
     }
-    assert account["pairs_read"] == sum(repeat for *_, repeat in read)
-    dropped = sum(entry["pairs"] for entry in account["pairs_dropped"].values())
-    assert account["pairs_read"] == account["pairs_kept"] + dropped
-    assert (account["pairs_also_in_validation"], account["pairs_also_in_test"]) == (also["validation"], also["test"])
+    counts = pair_filter.counts
+    assert counts["pairs_dropped"] == {
+        str(reason): {"pairs": 3 * len(lines), "first_lines": lines[:5]} for reason, lines in first.items()
+    }
+    assert (counts["pairs_read"], counts["pairs_kept"]) == (3 * len(PAIRS), 3 * len(kept))
+    assert (counts["pairs_also_in_validation"], counts["pairs_also_in_test"]) == (3, 6)
