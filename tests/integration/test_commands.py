@@ -1,14 +1,13 @@
 """The commands on a trained run, called as a user calls them, and their error messages."""
 
 import gzip
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, refusal, run_here
+from tests.conftest import ROOT, refusal
 
 
 def test_missing_packages_are_reported() -> None:
@@ -20,20 +19,6 @@ def test_missing_packages_are_reported() -> None:
         assert done.stderr.startswith(f"error: {sys.executable} has no ")
         assert done.stderr.endswith("; use .venv/bin/python, which make .venv/installed sets up\n")
         assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_the_papers_bleu_has_a_name_and_signature_of_its_own(trained_run: Path, tiny_corpus: Path) -> None:
-    source, reference = (tiny_corpus.parent / f"validation.{side}" for side in ("source", "target"))
-    command = ["evaluate", trained_run, "--source", source, "--reference", reference, "--beam", 1, "--paper"]
-    printed, said = run_here(*command)
-    lines = printed.splitlines()
-    scores = json.loads(lines[-1])
-    assert scores["bleu_paper_signature"] != scores["bleu_signature"]
-    names = ["bleu", "bleu_lowercase", "chrf", "exact_match", "bleu_paper", "bleu_moses_lowercase"]
-    assert [line.split()[0] for line in lines[: len(names)]] == names
-    # The translations are in lower case, too.
-    assert "look lower-cased" not in said
 
 
 def test_errors_of_the_command_line(trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from pipeline.checkpointing.run_folder import (
     stored_run_id,
 )
 from pipeline.config.recipe import load_recipe
+from pipeline.monitoring import attention_images
 from pipeline.training.start import check_pairs, finished_reason, plan_start
 from tests.conftest import pipeline, refusal, run_here, tiny_recipe, write_text
 from tests.integration.runs import accumulator, checkpoints, is_same_corpus, scalars, step_of
@@ -180,11 +182,18 @@ def test_a_corpus_whose_texts_are_gone(recipe_file: Path, tmp_path: Path) -> Non
     assert "max_tokens" in refusal("fit", recipe_file, "--run.folder", tmp_path / "other", "--corpus.max_tokens", 9)
 
 
-def test_configured_plots(recipe_file: Path, tmp_path: Path) -> None:
+def test_configured_plots(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a font that lacks all letters: pieces are numbered, and a page lists them."""
+    monkeypatch.setattr(attention_images, "get_font", lambda _: SimpleNamespace(get_charmap=dict))
     options = ["--monitoring.attention_sentences", "[7]", "--monitoring.embedding_pieces", 9]
     run = fit(recipe_file, tmp_path / "run", "--trainer.max_steps", 6, *options)
     pictures = {f"validation_attention/{kind}_1" for kind in ("encoder", "decoder", "cross")}
-    assert set(accumulator(run).Tags()["images"]) == pictures
+    events = accumulator(run)
+    assert set(events.Tags()["images"]) == pictures
+    [page] = events.Tensors("validation_attention/pieces_1/text_summary")
+    note, _, rows = page.tensor_proto.string_val[0].decode().partition("\n\n")
+    assert "pieces are numbered: DejaVu Sans has no glyphs for U+" in note
+    assert rows.startswith("| number | source | target |\n| --- | --- | --- |\n| 1 | ▁")
     pieces = (run / "tensorboard" / "embeddings.tsv").read_text().splitlines()
     assert len(pieces) == 1 + 9
     counts = [int(line.split("\t")[1]) for line in pieces[1:]]

@@ -1,109 +1,49 @@
-"""One model for two target languages, from preparation to evaluation: each source has its prefix and its scores."""
+"""Validation text of two languages: each has its scores, which are those of `evaluate`, on one rank and on two."""
 
 import json
-import random
-import shutil
 from pathlib import Path
 
 import pytest
-import yaml
 
-from tests.conftest import pipeline, run_here, tiny_recipe
-from tests.integration.runs import accumulator, checkpoints, scalars
-
-pytestmark = pytest.mark.slow
-ENGLISH = ["dog", "cat", "house", "tree", "sees", "likes", "red", "small"]
-GERMAN = dict(zip(ENGLISH, ["Hund", "Katze", "Haus", "Baum", "sieht", "mag", "rot", "klein"], strict=True))
-FRENCH = dict(zip(ENGLISH, ["chien", "chat", "maison", "arbre", "voit", "aime", "rouge", "petit"], strict=True))
-LANGUAGES = {"de": GERMAN, "fr": FRENCH}
-STEPS = 160
+from pipeline import load
+from pipeline.checkpointing.run_folder import read_metrics
+from tests.conftest import pipeline, run_here
+from tests.integration.runs import checkpoints, scalars
 
 
-def write_texts(folder: Path) -> dict[str, list[dict[str, object]]]:
-    """Write texts of each language, and return the recipe's text sources. French has fewer pairs."""
-    sources: dict[str, list[dict[str, object]]] = {}
-    draws = random.Random(3)
-    for split, counts in (("train", (300, 150)), ("validation", (24, 16)), ("test", (12, 12))):
-        for (language, words), count in zip(LANGUAGES.items(), counts, strict=True):
-            lines = [draws.choices(list(words), k=draws.randint(2, 6)) for _ in range(count)]
-            names = [folder / f"{split}-{language}.{side}" for side in ("en", language)]
-            names[0].write_text("".join(" ".join(line) + "\n" for line in lines))
-            names[1].write_text("".join(" ".join(words[word] for word in line) + "\n" for line in lines))
-            text = {"source": str(names[0]), "target": str(names[1]), "prefix": f">>{language}<<"}
-            sources.setdefault(split, []).append(text)
-    return sources
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("languages")
-    values = tiny_recipe(folder)
-    values["corpus"] |= {**write_texts(folder), "user_symbols": [">>de<<", ">>fr<<"], "vocabulary_size": 90}
-    values["training"] |= {"warmup_steps": 60, "learning_rate_factor": 2}
-    values["run"] |= {"folder": str(folder / "run"), "checkpoint_every_steps": STEPS // 2, "keep_last": 2}
-    values["trainer"] |= {"max_steps": STEPS, "val_check_interval": STEPS // 2}
-    path = folder / "languages.yaml"
-    path.write_text(yaml.safe_dump(values))
-    done = pipeline("fit", "--config", path)
-    assert done.returncode == 0, done.stderr.decode()
-    return path
-
-
-def run_of(recipe: Path) -> Path:
-    return recipe.parent / "run"
-
-
-def share_of_words(lines: list[str], vocabulary: dict[str, str]) -> float:
-    words = " ".join(lines).split()
-    return sum(word in vocabulary.values() for word in words) / len(words)
-
-
-def test_the_prefix_chooses_the_language(recipe: Path) -> None:
-    """Written by the user or given as an option, and the same for both."""
-    lines = (recipe.parent / "test-de.en").read_text().splitlines()
-    for language, vocabulary in LANGUAGES.items():
-        prefix = f">>{language}<<"
-        written = "".join(f"{prefix} {line}\n" for line in lines)
-        done = pipeline("translate", run_of(recipe), text=written)
-        assert done.returncode == 0, done.stderr.decode()
-        assert b"prefix" not in done.stderr
-        assert share_of_words(done.stdout.decode().splitlines(), vocabulary) > 0.9
-        option = pipeline("translate", run_of(recipe), "--prefix", prefix, text="".join(f"{line}\n" for line in lines))
-        assert option.stdout == done.stdout
-
-
-def test_validation_and_evaluate_agree_by_source(recipe: Path) -> None:
-    """`evaluate` scores the validation text, named as test text in the checkpoint's copy of the recipe."""
-    run = run_of(recipe)
-    logged = {tag: scalars(run, tag)[-1][1] for tag in accumulator(run).Tags()["scalars"] if "validation/" in tag}
-    apart = [tag for tag in logged if tag.count("/") == 2]
-    names = "loss", "negative_log_likelihood", "bleu", "chrf", "exact_match"
-    assert sorted(apart) == sorted(f"validation/{name}/{key}" for name in names for key in LANGUAGES)
-    newest = checkpoints(run)[-1]
-    for language in LANGUAGES:
-        files = [recipe.parent / f"validation-{language}.{side}" for side in ("en", language)]
-        options = ["--source", files[0], "--reference", files[1], "--prefix", f">>{language}<<", "--beam", 1]
-        done = pipeline("evaluate", newest, *options)
-        assert done.returncode == 0, done.stderr.decode()
-        scores = json.loads(done.stdout.decode().splitlines()[-1])
-        for name in names[2:]:
-            assert scores[name] == pytest.approx(logged[f"validation/{name}/{language}"], abs=1e-3)
-    assert logged["validation/bleu/de"] != pytest.approx(logged["validation/bleu/fr"], abs=1e-3)
-    between = sorted(logged[f"validation/loss/{language}"] for language in LANGUAGES)
-    assert between[0] < logged["validation/loss"] < between[1]
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["validation/bleu/fr"] == pytest.approx(logged["validation/bleu/fr"], rel=1e-6)
-
-
-def test_two_ranks_have_the_scores_of_one(recipe: Path, tmp_path: Path) -> None:
-    """Their counts are summed; test_validation_scores.py shows that each pair is decoded on one rank only."""
-    one, two = (Path(shutil.copytree(run_of(recipe), tmp_path / name)) for name in ("one", "two"))
-    tags = [tag for tag in accumulator(one).Tags()["scalars"] if tag.startswith("validation/")]
-    assert sum(tag.count("/") == 2 for tag in tags) == 10  # five scores of two languages
-    more = ["--trainer.max_steps", STEPS + 1, "--trainer.val_check_interval", 1]
-    run_here("fit", recipe, "--run.folder", one, *more)
-    done = pipeline("fit", recipe, "--run.folder", two, *more, "--trainer.devices", 2)
-    assert done.returncode == 0, done.stderr.decode()
-    for tag in tags:
-        step, score = scalars(one, tag)[-1]
-        assert scalars(two, tag)[-1] == (step, pytest.approx(score, rel=1e-3, abs=1e-3))
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_each_language_has_its_scores(
+    recipe_file: Path, trained_run: Path, tiny_corpus: Path, tmp_path: Path, devices: int
+) -> None:
+    """Those of both together are the trained run's, whose weights a step does not change at a learning rate of 0."""
+    texts, pairs = [], {}
+    sides = [(tiny_corpus.parent / f"validation.{side}").read_text().splitlines() for side in ("source", "target")]
+    for name, part in (("de", slice(24)), ("fr", slice(24, None))):
+        pairs[name] = [lines[part] for lines in sides]
+        files = {side: str(tmp_path / f"{name}.{side}") for side in ("source", "target")}
+        for file, lines in zip(files.values(), pairs[name], strict=True):
+            Path(file).write_text("".join(f"{line}\n" for line in lines))
+        texts.append({**files, "name": name})
+    words = ["fit", recipe_file, "--run.folder", tmp_path / "run", "--corpus.folder", tmp_path / "corpus"]
+    words += [f"--corpus.validation={json.dumps(texts)}", "--init-from", trained_run / "checkpoints/step=00000240.ckpt"]
+    words += ["--training.learning_rate_factor", 0, "--trainer.max_steps", 1, "--trainer.val_check_interval", 1]
+    words += ["--decoding.max_extra_tokens", 50, "--trainer.devices", devices]
+    done = pipeline(*words) if devices > 1 else run_here(*words)
+    assert devices == 1 or done.returncode == 0, done
+    [logged] = [line for line in read_metrics(tmp_path / "run") if "validation/bleu" in line]
+    for name in ("bleu", "chrf", "exact_match", "loss", "negative_log_likelihood"):
+        whole = scalars(trained_run, f"validation/{name}")[-1][1]
+        assert logged[f"validation/{name}"] == pytest.approx(whole, rel=1e-5)
+        one, other = sorted(logged[f"validation/{name}/{language}"] for language in pairs)
+        if name in ("loss", "negative_log_likelihood"):  # means over tokens
+            assert one < whole < other
+    [newest] = checkpoints(tmp_path / "run")
+    model = load(newest)
+    for name, (sources, targets) in pairs.items():
+        text = ["--source", tmp_path / f"{name}.source", "--reference", tmp_path / f"{name}.target", "--beam", 1]
+        figures = json.loads(run_here("evaluate", newest, *text)[0].splitlines()[-1])
+        for score in ("bleu", "chrf", "exact_match"):
+            assert figures[score] == pytest.approx(logged[f"validation/{score}/{name}"], abs=1e-3)
+        scored = model.score(sources, targets)
+        likelihood = sum(one.log_probability for one in scored) / sum(one.num_tokens for one in scored)
+        assert logged[f"validation/negative_log_likelihood/{name}"] == pytest.approx(-likelihood, rel=1e-4)

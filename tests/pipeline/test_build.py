@@ -56,16 +56,21 @@ def test_the_seed_is_that_of_initial_weights_dropout_and_the_order_of_pairs(reci
         assert other == again
 
 
-def test_a_tokenizer_in_lower_case_is_scored_on_references_in_lower_case(recipe_file: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_in_lower_case_is_scored_on_references_in_lower_case(
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Most of their letters are of a language without spaces, and the recipe does not name it."""
     recipe = load_recipe([recipe_file])
-    lines = [line.title() for line in sentences(40, seed=7)]
+    lines = [f"{line.title()} {99 * '犬'}" for line in sentences(40, seed=7)]
     for side in ("source", "target"):
-        (tmp_path / side).write_text("".join(f"{line}\n" for line in lines))
+        (tmp_path / side).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     text = replace(recipe.corpus.validation[0], source=str(tmp_path / "source"), target=str(tmp_path / "target"))
     corpus = replace(recipe.corpus, folder=str(tmp_path / "corpus"), validation=[text], lowercase=True)
     prepare(corpus, progress=False)
     start = make_start(recipe_file, "--corpus.folder", corpus.folder)
     assert callbacks(start)["ValidationSamples"]._references == [line.lower() for line in lines]
+    warning = "the validation text's references have no spaces between words: BLEU on 13a tokens says little"
+    assert capsys.readouterr().err.count(warning) == 1
 
 
 @pytest.mark.parametrize(

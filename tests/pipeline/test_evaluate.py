@@ -87,6 +87,14 @@ def test_several_references_and_metrics_by_name(
     assert "warning: --scores has no effect since version 1.2: compare COMET's scores by comet-compare; omit it" in said
 
 
+def test_the_papers_bleu_has_a_name_and_signature_of_its_own(output: Evaluate) -> None:
+    *rows, last = output(5, "--paper")[0].splitlines()
+    figures = json.loads(last)
+    assert figures["bleu_paper_signature"] != figures["bleu_signature"]
+    names = ["bleu", "bleu_lowercase", "chrf", "exact_match", "bleu_paper", "bleu_moses_lowercase"]
+    assert [line.split()[0] for line in rows] == names
+
+
 class Recall(Repeat):
     """Answers a sentence with its words, from the last to the first if its name is `other`."""
 

@@ -4,6 +4,7 @@ import copy
 import math
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import sacrebleu
@@ -13,7 +14,7 @@ from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from pipeline.export.formats import FORMATS, Answer, Search, own_search
-from pipeline.export.parity import Parity, Text, _sum_rounding
+from pipeline.export.parity import Parity, Text, _sum_rounding, parity_text
 from tests.model.search_truth import forced_log_probability
 from tests.pipeline.test_export import TEXT, make_model, stops_at_first
 
@@ -169,6 +170,15 @@ def test_sources_are_cut_and_empty_sources_left_out(tokenizer: Tokenizer, monkey
     assert parity.sources == [(*pieces[0][:4], end), (*pieces[2], end), (*pieces[3][:4], end)]
     assert parity.references == ["first", "third", "fourth"]
     assert len(parity.beam) == len(parity.greedy) == 3
+
+
+def test_the_language_chooses_the_bleu_of_the_text(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    model, file = make_model(tokenizer), tmp_path / "text"
+    file.write_text("a b\n")
+    for language, run, expected in (("zh", {}, "zh"), ("de", {}, "13a"), ("zh", {"bleu_tokenizer": "char"}, "char")):
+        corpus = {**model.recipe["corpus"], "target_language": language}
+        recipe = {"corpus": corpus, "run": {"bleu_tokenizer": None, "best_by": "bleu"} | run}
+        assert parity_text(replace(model, recipe=recipe), file, file, 9).bleu_tokenizer == expected
 
 
 def counted(equal: int, tied: int, different: int, largest: float) -> dict[str, float]:

@@ -47,6 +47,17 @@ def test_sentences_with_a_prefix() -> None:
     assert [with_prefix(None, one) for one in ("x y", "")] == ["x y", ""]
 
 
+def test_the_option_is_as_if_each_line_had_the_prefix(trained_run: Path, tmp_path: Path) -> None:
+    contents = torch.load(trained_run / "checkpoints" / "best.ckpt", weights_only=True)
+    contents["translation"]["recipe"]["corpus"] |= {"user_symbols": ["old"]}
+    torch.save(contents, tmp_path / "model.ckpt")
+    plain, written = tmp_path / "plain", tmp_path / "written"
+    plain.write_text("dog sees a cat\n\nred house\n")
+    written.write_text("old dog sees a cat\n\nold red house\n")
+    command = ["translate", tmp_path / "model.ckpt", "--source"]
+    assert run_here(*command, plain, "--prefix", "old")[0] == run_here(*command, written)[0]
+
+
 def test_a_prefix_that_is_not_known() -> None:
     for prefixes, known in (
         (Prefixes.of_corpus(corpus("<a>", None)), "its prefixes are <a>"),
