@@ -16,7 +16,7 @@ from data_module.system.files import PlainValues
 from pipeline import load
 from pipeline.checkpointing.checkpoint import read_checkpoint
 from pipeline.checkpointing.run_folder import read_metrics, step_path
-from tests.conftest import pipeline, run_here
+from tests.conftest import run_here
 
 HERE = Path(__file__).resolve().parent / "format_2"
 LAST_STEP = 400
@@ -50,9 +50,7 @@ def test_a_run_is_resumed_and_averaged(expected: PlainValues) -> None:
     """Weights, their average, moments, schedule and the corpus are those of the files."""
     before = Path("run/metrics.jsonl").read_text()
     corpus = {path: path.read_bytes() for path in Path("corpus").iterdir()}
-    done = pipeline(*RESUME)
-    assert done.returncode == 0, done.stderr.decode()
-    assert f"resuming from {step_path(Path('run'), LAST_STEP)}" in done.stderr.decode()
+    assert f"resuming from {step_path(Path('run'), LAST_STEP)}" in run_here(*RESUME)[1]
     assert {path: path.read_bytes() for path in Path("corpus").glob("[!.]*")} == corpus  # without the noted run
     assert Path("run/metrics.jsonl").read_text().startswith(before)
     found = state_after_resuming()

@@ -19,7 +19,7 @@ RARELY = ["--run.checkpoint_every_steps", 1000, "--trainer.val_check_interval", 
 
 
 def test_stopped_and_resumed(recipe_file: Path, tmp_path: Path) -> None:
-    """By Ctrl-C; test_full_disk.py has SIGTERM to two ranks, test_kills.py compares with an uninterrupted run."""
+    """By Ctrl-C; test_graceful_stop.py has two ranks, test_kills.py compares with an uninterrupted run."""
     run, log = tmp_path / "run", tmp_path / "stderr"
     command = ["fit", "--config", recipe_file, "--run.folder", run, "--batches.workers", 2, *RARELY]
     with log.open("w") as stderr:
@@ -71,22 +71,6 @@ def test_signals_after_the_end(recipe_file: Path, tmp_path: Path) -> None:
             process.send_signal(signal.SIGUSR1)
         time.sleep(0.005)
     assert process.returncode == 0, log.read_text()
-
-
-def test_max_time(recipe_file: Path, tmp_path: Path) -> None:
-    """Each start trains for max_time, exits with 75 and saves a checkpoint, which the next one replaces."""
-    run = tmp_path / "run"
-    command = ["fit", "--config", recipe_file, "--run.folder", run, "--trainer.max_time", "00:00:00:01", *RARELY]
-    steps = []
-    for _ in range(2):
-        _, said = run_here(*command, "--trainer.max_steps", 100_000, code=75)
-        steps.append(step_of(checkpoints(run)[-1]))
-        assert (
-            said.splitlines()[-1]
-            == f"trainer.max_time has passed: saved after step {steps[-1]}; run the same command to resume"
-        )
-    assert steps[1] > steps[0] + 1
-    assert [step_of(path) for path in checkpoints(run)] == steps[1:]
 
 
 def test_nothing_is_left_of_an_interrupted_test() -> None:
