@@ -3,12 +3,13 @@
 import json
 import re
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import pytest
 import torch
 import yaml
 
-from tests.conftest import pipeline, refusal, sentences
+from tests.conftest import refusal, run_here, sentences
 from tests.export.test_bundle import outputs
 from tests.pipeline.marian_folder import NETWORK, load, target_text
 
@@ -16,9 +17,11 @@ LINES = [">>de<< the dog", "the\u00a0dog Ä ☃", *sentences(30, seed=7)]
 
 
 def run(*arguments: object, text: list[str] | None = None) -> tuple[list[str], str]:
-    done = pipeline(*arguments, text="".join(line + "\n" for line in text) if text else None)
-    assert done.returncode == 0, done.stderr.decode()
-    return done.stdout.decode().splitlines(), done.stderr.decode()
+    with NamedTemporaryFile("w", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in text or ())
+        file.flush()
+        printed, said = run_here(*arguments, *(["--source", file.name] if text else []))
+    return printed.splitlines(), said
 
 
 def generated(folder: Path, **options: object) -> list[str]:

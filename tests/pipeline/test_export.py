@@ -33,14 +33,14 @@ from tests.conftest import refusal, run_here
 from tests.model.search_truth import VOCABULARY_SIZE, random_network
 
 LETTERS = "abcdefg"
+LEARNED = {"learned_positions": True, "max_positions": 24}
 SHAPES: dict[str, dict[str, object]] = {
     "deep encoder": {"d_model": 48, "d_ff": 96, "num_heads": 8, "num_encoder_layers": 3, "num_decoder_layers": 1},
-    "deep decoder": {"num_heads": 4, "num_encoder_layers": 1, "num_decoder_layers": 3, "pre_norm": True},
-    "learned": {"learned_positions": True, "max_positions": 24},
+    "learned": {"num_heads": 4, "num_encoder_layers": 1, "num_decoder_layers": 3, "pre_norm": True, **LEARNED},
     "d_k": {"d_k": 6, "d_v": 10, "dropout": 0.3},
     "as Marian": {"activation": "swish", "output_bias": True},
 }
-LEFT_OUT = {"deep decoder": ["huggingface"], "learned": ["huggingface"], "d_k": ["ctranslate2", "huggingface"]}
+LEFT_OUT = {"learned": ["huggingface"], "d_k": ["ctranslate2", "huggingface"]}
 """The formats that do not support a shape."""
 TEXT = Text("letters", [" ".join(LETTERS[: 2 + i % 6][i % 2 :]) for i in range(12)], None)
 

@@ -45,11 +45,6 @@ FAULTS = {
         r"\[127\.0\.0\.12 rank 1\]",
         "cd elsewhere",
     ),
-    "a run folder that is not the same": Fault(
-        r"run folder run: .* is not shared with ranks [01]; set run\.folder to a shared folder "
-        r"\[127\.0\.0\.11 rank 0(; 127\.0\.0\.12 rank 1)?\]",
-        "cd elsewhere",
-    ),
     "locks that stay on a node": Fault(
         r"run folder run: .* does not show one node's locks to another, so two jobs could write at the same time; .*"
         r"\[127\.0\.0\.11 rank 0\]",

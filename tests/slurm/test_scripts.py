@@ -24,6 +24,7 @@ SCRIPTS = sorted((ROOT / "slurm").glob("*.s[hb]*"))
 ANY_NODE = "--cpus-per-task=1 --mem=0 --oversubscribe"
 
 
+@pytest.mark.slow
 def test_scripts_are_clean() -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed: apt-get install shellcheck")
