@@ -12,7 +12,7 @@ import yaml
 
 from data_module.system.files import PlainValues
 from pipeline.checkpointing.checkpoint import read_checkpoint, resolve_checkpoint, write_atomic
-from pipeline.checkpointing.run_folder import around_best_path, read_metrics, step_checkpoints, step_of, step_path
+from pipeline.checkpointing.run_folder import around_best_path, step_checkpoints, step_of, step_path
 from pipeline.commands import averaging as command
 from pipeline.metrics.metrics import METRICS, ExactMatch
 from pipeline.monitoring.run_metadata import final_metrics
@@ -87,16 +87,6 @@ def test_the_checkpoints_around_the_best_validation_are_averaged(
     assert written["averaged"] == [f"step={step:08d}.ckpt" for step in steps]
     assert printed == f"{path}\n"
     assert said == f"best validation: step {best_step}: BLEU 9.25\naveraged {', '.join(written['averaged'])}\n"
-
-
-def test_a_run_is_averaged_by_the_scores_that_it_logged(trained_run: Path, tmp_path: Path) -> None:
-    run = Path(shutil.copytree(trained_run, tmp_path / "run"))
-    scores = {line["step"]: line["validation/bleu"] for line in read_metrics(run) if "validation/bleu" in line}
-    output = tmp_path / "elsewhere" / "mean.ckpt"
-    run_here("average", run, "--best", 1, "--output", output)
-    mean, kept = (read_checkpoint(path).contents for path in (output, run / "checkpoints/best.ckpt"))
-    assert mean["selection"]["best_validation"]["bleu"] == max(scores.values())
-    assert all(torch.equal(mean["state_dict"][name], tensor) for name, tensor in kept["state_dict"].items())
 
 
 def test_the_first_of_equal_validations_is_the_best(run: Path) -> None:

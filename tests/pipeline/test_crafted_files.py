@@ -467,15 +467,6 @@ def test_what_is_no_file(
     assert str(error.value).startswith(f"{path}: ")
 
 
-def test_a_shard_of_weights_that_is_a_pipe(marian: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(marian, tmp_path / "marian"))
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "shard"}}')
-    os.mkfifo(folder / "shard")
-    with pytest.raises(InputError, match=rf"^{folder}/shard: cannot be read as weights"):
-        load_marian(folder)
-
-
 def test_a_command_refuses_a_run_whose_recipe_is_a_pipe(recipe_file: Path, tmp_path: Path) -> None:
     """A pipe in place of a checkpoint counts as a damaged one."""
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
@@ -510,25 +501,3 @@ def test_a_recipe_from_a_pipe_that_is_open(recipe_file: Path) -> None:
         writer.close()
         recipe = load_recipe([Path(f"/dev/fd/{reading}"), Path("/dev/null")])
     assert replace(recipe, name="tiny") == load_recipe([recipe_file])
-
-
-@pytest.mark.parametrize(
-    "value", ['!!int ""', "1" + 200 * ":1" + ".5", "!!bool maybe", "!!timestamp soon", "2001-99-99"]
-)
-def test_a_value_that_its_tag_does_not_fit(tmp_path: Path, value: str) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(f"corpus: {{folder: {value}}}\n")
-    assert not is_run(tmp_path)
-    if value != "2001-99-99":  # A recipe may hold what looks like a date.
-        assert f"{path}:1: not valid YAML: '" in refusal("fit", path)
-
-
-def test_a_marian_model_of_a_huge_vocabulary(tmp_path: Path) -> None:
-    sizes = ("d_model", "encoder_layers", "decoder_layers", "encoder_ffn_dim", "decoder_ffn_dim")
-    config = {"model_type": "marian", "vocab_size": 10**12, **dict.fromkeys(sizes, 2), "scale_embedding": True}
-    config |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "activation_function": "relu"}
-    config |= {"static_position_embeddings": True, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "vocab.json").write_text('{"<unk>": 0}')
-    with limited_memory(), pytest.raises(InputError, match="has 1 pieces, and not the ids 0 to 999999999999"):
-        load_marian(tmp_path)

@@ -1,6 +1,7 @@
 """Marian models as a starting point: what is read, and what is refused."""
 
 import json
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -213,6 +214,12 @@ def remove(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
 
 
+def be_a_pipe(folder: Path) -> None:
+    shard = folder / "model-00002-of-00003.safetensors"
+    shard.unlink()
+    os.mkfifo(shard)
+
+
 class Harmful:
     def __reduce__(self) -> tuple[object, ...]:
         return print, ("executed",)
@@ -255,6 +262,7 @@ WRONG: list[tuple[Callable[[Path], None], str]] = [
     ),
     (change_weights(**{FC1: None}), r"model\.decoder\.layers\.0\.fc1\.weight is missing"),
     (change_weights(extra=torch.zeros(1)), "extra is unknown"),
+    (change_json("config.json", vocab_size=10**12, decoder_vocab_size=10**12), "and not the ids 0 to 999999999999"),
     (change_json("vocab.json", extra=500), r"vocab\.json: has \d+ pieces, and not the ids 0 to \d+ of vocab_size"),
     (change_json("vocab.json", **{"<unk>": "(none)", "<UNK>": 1}), r"vocab\.json: lacks the piece <unk>"),
     (overwrite("target_vocab.json", b"{}"), r"target_vocab\.json: this network has one vocabulary"),
@@ -273,6 +281,7 @@ WRONG: list[tuple[Callable[[Path], None], str]] = [
     (in_shards(change_json(INDEX, weight_map={"a": ".."})), r"/\.\.: cannot be read as weights"),
     (in_shards(change_json(INDEX, weight_map=["a"])), "weight_map must name files of this folder"),
     (in_shards(twice), "model-00003-of-00003.safetensors and in a file before it"),
+    (in_shards(be_a_pipe), "model-00002-of-00003.safetensors: cannot be read as weights"),
     (write_pickle, r"pytorch_model\.bin: cannot be read as weights"),
 ]
 

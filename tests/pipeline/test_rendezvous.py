@@ -184,19 +184,10 @@ def test_a_port_that_is_in_use(port: int) -> None:
 @pytest.fixture
 def first_of_two(port: int, monkeypatch: pytest.MonkeyPatch) -> str:
     """Make this process the first of two tasks, of which the other does not come; return what is said of that."""
-    environment = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": "0",
-        "SLURM_LOCALID": "0",
-        "SLURM_NTASKS": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-        "SLURM_STEP_NODELIST": "node1,node2",
-        "SLURMD_NODENAME": "node1",
-        "MASTER_ADDR": HOST,
-        "MASTER_PORT": str(port),
-    }
-    for name, value in environment.items():
+    step = {"JOB_ID": "7", "STEP_ID": "0", "PROCID": "0", "LOCALID": "0", "NTASKS": "2"}
+    step |= {"STEP_TASKS_PER_NODE": "1(x2)", "STEP_NODELIST": "node1,node2"}
+    environment = {"SLURMD_NODENAME": "node1", "MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
+    for name, value in (environment | {f"SLURM_{name}": value for name, value in step.items()}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(rendezvous, "node_name", lambda: "node1")
     monkeypatch.setattr(rendezvous, "patience_seconds", lambda ranks: ranks / 2)

@@ -236,6 +236,8 @@ def test_leftovers_of_killed_processes_are_removed(tmp_path: Path) -> None:
         (b"[corpus, batches, network, training, run]", False),
         (b"corpus: [", False),
         (b"corpus: \xff", False),
+        (b"corpus: !!int ''", False),
+        (b"corpus: 2001-99-99", False),
         (None, False),
     ],
 )

@@ -27,15 +27,8 @@ from pipeline.runtime.launch import (
 from pipeline.training.trainer import cluster_environment, make_trainer, trainer_options
 from tests.conftest import refusal, run_here
 
-TASK = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_JOB_NAME": "train",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "5",
-    "SLURM_LOCALID": "1",
-    "SLURM_NTASKS": "6",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
-}
+TASK = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5"}
+TASK |= {"SLURM_LOCALID": "1", "SLURM_NTASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}
 
 
 def test_a_task_of_a_step() -> None:
@@ -187,13 +180,8 @@ def test_a_variable_that_gives_a_task_another_rank_is_refused(changed: dict[str,
 
 
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
-LSF = {
-    "LSB_JOBID": "7",
-    "LSB_DJOB_RANKFILE": "RANKS",
-    "JSM_NAMESPACE_LOCAL_RANK": "1",
-    "JSM_NAMESPACE_SIZE": "2",
-    "JSM_NAMESPACE_RANK": "1",
-}
+LSF = {"LSB_JOBID": "7", "LSB_DJOB_RANKFILE": "RANKS"}
+LSF |= {f"JSM_NAMESPACE_{name}": value for name, value in {"LOCAL_RANK": "1", "SIZE": "2", "RANK": "1"}.items()}
 CHILD = {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555"}
 """What Lightning sets for a rank that it starts."""
 SALLOC = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "4294967290"}
@@ -213,21 +201,17 @@ def no_place(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("variables", "devices", "rank", "wrong"),
     [
-        ({}, 1, 0, None),
-        ({}, 2, 0, None),
+        *((variables, devices, 0, None) for variables in ({}, SALLOC, TERMINAL) for devices in (1, 2)),
         (TORCHRUN, 1, 0, None),
-        (SALLOC, 1, 0, None),
-        (SALLOC, 2, 0, None),
-        (TERMINAL, 1, 0, None),
-        (TERMINAL, 2, 0, None),
         (CHILD, 2, 1, None),
         (TERMINAL | CHILD, 2, 1, None),
         (BY_HAND, 2, 1, None),
-        ({"NODE_RANK": "1"}, 1, 0, None),  # Nothing reads these.
-        ({"GROUP_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 1, 0, None),
-        ({"WORLD_SIZE": "2"}, 1, 0, None),
+        # Nothing reads these.
+        *(
+            (dict.fromkeys(names.split(), "2"), 1, 0, None)
+            for names in ("NODE_RANK", "GROUP_RANK LOCAL_WORLD_SIZE", "WORLD_SIZE", "SLURM_NTASKS")
+        ),
         ({"LOCAL_RANK": "-1"}, 1, 0, None),
-        ({"SLURM_NTASKS": "2"}, 1, 0, None),
         ({"RANK": "1"}, 1, 1, "RANK is 1, but this process would be rank 0 of 1: unset RANK, or"),
         ({"LOCAL_RANK": "1"}, 1, 1, "LOCAL_RANK is 1, but this process would be rank 0 of 1: unset LOCAL_RANK, or"),
         ({"LOCAL_RANK": "0", "NODE_RANK": "1"}, 1, 1, "NODE_RANK is 1, but .*: unset LOCAL_RANK NODE_RANK, or"),
