@@ -153,8 +153,9 @@ def _shared_settings(recipe: Recipe | None, loaded: CheckResult, job: JobStep) -
     The run folder is left out: `check_ranks` says what is wrong with it.
     """
     packages: dict[str, object] = {name: version(name) for name in ("torch", "lightning", "numpy")}
+    packages["recipe"] = loaded.message  # One that this rank alone cannot load is named before the keys that it lacks.
     if recipe is None:
-        return {**packages, "recipe": loaded.message}
+        return packages
     gpu = None if recipe.trainer.get("accelerator") == "cpu" else own_gpu(job)
     settings = {**settings_of_ranks(recipe), **shared_processor(recipe.training.optimizer, gpu), "run.folder": None}
     return packages | settings
