@@ -187,10 +187,11 @@ def test_a_kill_while_a_checkpoint_is_written(recipe_file: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_four_kills(recipe_file: Path, tmp_path: Path) -> None:
-    check_kills(recipe_file, tmp_path, positions=200_000, steps=54, kills=4, while_writing=2)
+def test_ten_kills(recipe_file: Path, tmp_path: Path) -> None:
+    check_kills(recipe_file, tmp_path, positions=400_000, steps=90, kills=10, while_writing=4)
     newest = checkpoints(tmp_path / "killed")[-1]
-    assert position(torch.load(newest, weights_only=True, mmap=True))["epoch"] >= 1
+    assert newest.stat().st_size >= 100_000_000
+    assert position(torch.load(newest, weights_only=True, mmap=True))["epoch"] >= 3
 
 
 def test_child_processes_of_a_killed_run_end(recipe_file: Path, tmp_path: Path) -> None:

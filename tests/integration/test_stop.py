@@ -73,6 +73,22 @@ def test_signals_after_the_end(recipe_file: Path, tmp_path: Path) -> None:
     assert process.returncode == 0, log.read_text()
 
 
+def test_max_time(recipe_file: Path, tmp_path: Path) -> None:
+    """Each start trains for max_time, exits with 75 and saves a checkpoint, which the next one replaces."""
+    run = tmp_path / "run"
+    command = ["fit", "--config", recipe_file, "--run.folder", run, "--trainer.max_time", "00:00:00:01", *RARELY]
+    steps = []
+    for _ in range(2):
+        _, said = run_here(*command, "--trainer.max_steps", 100_000, code=75)
+        steps.append(step_of(checkpoints(run)[-1]))
+        assert (
+            said.splitlines()[-1]
+            == f"trainer.max_time has passed: saved after step {steps[-1]}; run the same command to resume"
+        )
+    assert steps[1] > steps[0] + 1
+    assert [step_of(path) for path in checkpoints(run)] == steps[1:]
+
+
 def test_nothing_is_left_of_an_interrupted_test() -> None:
     """A fork that a test waits for ends with the test's process, and so do the processes that it has started."""
     code = (
