@@ -397,7 +397,8 @@ def _looks_lower_cased(lines: list[str]) -> bool:
 def _statistics(metric: Metric, hypotheses: list[str], references: Sequence[list[str]]) -> NDArray[np.int64]:
     """Return the sentences' statistics [sentences, statistics]; `references` has one list or several."""
     rows = zip(hypotheses, *references, strict=True)
-    return np.array([metric.statistics(ours, *theirs) for ours, *theirs in rows], dtype=np.int64)
+    counts = np.array([metric.statistics(ours, *theirs) for ours, *theirs in rows])
+    return counts.astype(np.int64, casting="safe" if counts.size else "unsafe")  # TypeError for fractions
 
 
 def _total_score(metric: Metric, sentence_statistics: NDArray[np.number]) -> float:

@@ -267,6 +267,9 @@ def test_a_registered_metric_is_scored_and_compared(monkeypatch: pytest.MonkeyPa
     assert comparison["line_length"] == comparison["line_length_difference"] == 50
     assert comparison["line_length_difference_is_real"] is True
     assert corpus_score(METRICS["line_length"], bad, references) == 50
+    monkeypatch.setattr(Lines, "statistics", lambda *_: [0.5, 1])
+    with pytest.raises(TypeError, match="float64"):  # Halves would count as nothing.
+        corpus_score(METRICS["line_length"], bad, references)
 
 
 def test_names_that_cannot_be_registered() -> None:
