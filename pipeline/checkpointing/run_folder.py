@@ -36,7 +36,7 @@ from data_module.system.text_files import LONGEST_LINE
 from data_module.tokenization.tokenizer import TOKENIZER_NAME
 from model.settings import DECAY_TO_LAST_STEP, changed_keys
 from pipeline.config.recipe import Recipe, stored_settings
-from pipeline.config.recipe_files import INVALID_SCALAR, MOST_BYTES
+from pipeline.config.recipe_files import INVALID_SCALAR, MOST_BYTES, compose
 from pipeline.config.settings import RunSettings
 from pipeline.runtime.console import report
 from pipeline.runtime.launch import JobStep, versions
@@ -171,7 +171,9 @@ def is_run(path: Path) -> bool:
 def _config(path: Path) -> PlainValues | None:
     """Return the recipe in a folder's config.yaml; None if it lacks the sections of a recipe."""
     try:
-        config = yaml.safe_load(read_whole(path / "config.yaml", MOST_BYTES).decode())
+        text = read_whole(path / "config.yaml", MOST_BYTES).decode()
+        compose(text)
+        config = yaml.safe_load(text)
     except (OSError, yaml.YAMLError, RecursionError, *INVALID_SCALAR):  # ValueError: also invalid UTF-8
         return None
     sections = ("corpus", "batches", "network", "training", "run")

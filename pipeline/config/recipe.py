@@ -17,7 +17,7 @@ from data_module.system.files import PlainValues, user_path
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from pipeline.config.recipe_files import RecipeLoader, extended, merge, plain_copy, read_extended
 from pipeline.config.schema import Checker, annotation, place_in, place_of
-from pipeline.config.settings import TRAINER_KEYS, MonitoringSettings, RunSettings
+from pipeline.config.settings import RESERVED_KEYS, TRAINER_KEYS, MonitoringSettings, RunSettings
 from pipeline.runtime.console import report
 
 
@@ -172,7 +172,8 @@ def _places(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
 def _checked(values: PlainValues, places: dict[str, str], mistakes: list[str]) -> Recipe:
     """Return the recipe; raise InputError with `mistakes` and all mistakes that are found here."""
     values = _without_old_keys(values, places)
-    check = Checker(places)
+    refused = {f"trainer.{key}": why for key, why in RESERVED_KEYS.items()}
+    check = Checker(places, refused)
     recipe = check.dataclass(values, Recipe, "")
     if isinstance(values.get("trainer"), dict):
         check.signature(values["trainer"], TRAINER_KEYS, "trainer")

@@ -7,6 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def _read(path: Path, places: dict[str, str]) -> PlainValues:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read as a recipe ({error}); give a YAML file") from None
     try:
-        node = yaml.compose(text, yaml.SafeLoader)
+        node = compose(text)
         values = plain_copy(yaml.load(text, RecipeLoader))
         if values is None:
             return {}
@@ -90,9 +91,36 @@ def _read(path: Path, places: dict[str, str]) -> PlainValues:
 
 MOST_BYTES = 2**22
 """Limit on the size of a YAML file."""
+MAX_VALUES = 100_000
+"""Limit on the values of a YAML file, including those that aliases repeat."""
 INVALID_SCALAR = (ValueError, LookupError, AttributeError, ArithmeticError)
 """What PyYAML raises for a scalar that does not fit its tag, such as `!!int ""`."""
+_LONGEST_NUMBER = 1_000
+"""Limit on the characters of a number. The time of reading 1:1:1:..., digits of base 60, grows with their square."""
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+
+
+def compose(text: str) -> yaml.Node | None:
+    """Return the root node of a YAML text.
+
+    Raises YAMLError if aliases make more than `MAX_VALUES` values of it, or a number is too long.
+    """
+    root = yaml.compose(text, yaml.SafeLoader)
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        if node.tag in _NUMBERS and len(node.value) > _LONGEST_NUMBER:
+            problem = f"a number has more than {_LONGEST_NUMBER:,} characters"
+            raise yaml.composer.ComposerError(problem=problem, problem_mark=node.start_mark)
+        if id(node) not in sizes:
+            inner = [] if isinstance(node.value, str) else node.value
+            sizes[id(node)] = 1 + sum(map(size, chain(*inner) if isinstance(node, yaml.MappingNode) else inner))
+        return sizes[id(node)]
+
+    if root is not None and size(root) > MAX_VALUES:
+        problem = f"with its aliases it has more than {MAX_VALUES:,} values"
+        raise yaml.composer.ComposerError(problem=problem, problem_mark=root.start_mark)
+    return root
 
 
 def plain_copy(value: object) -> Any:

@@ -49,9 +49,13 @@ def place_in(message: str, places: Mapping[str, str], section: str) -> str | Non
 class Checker:
     """Converts plain values to typed ones and collects the mistakes."""
 
-    def __init__(self, places: dict[str, str], knows_all: bool = True) -> None:
-        """`places` maps keys to file and line. Without `knows_all`, unknown keys are left out."""
+    def __init__(self, places: dict[str, str], refused: dict[str, str] | None = None, knows_all: bool = True) -> None:
+        """`places` maps keys to file and line; `refused` maps keys that may not be given to what to do instead.
+
+        Without `knows_all`, unknown keys are left out.
+        """
         self._places = places
+        self._refused = refused or {}
         self._knows_all = knows_all
         self.mistakes: list[str] = []
 
@@ -94,8 +98,12 @@ class Checker:
         known = list(known)
         for name in values:
             if name not in known and self._knows_all:
-                way_out = did_you_mean(str(name), known, f"the keys are: {', '.join(known)}", prefix)
-                self._wrong(f"{prefix}{name}", f"{prefix}{name} is not a key; {way_out}")
+                key = f"{prefix}{name}"
+                if (instead := self._refused.get(key)) is not None:
+                    self._wrong(key, f"{key} may not be set; {instead}")
+                else:
+                    way_out = did_you_mean(str(name), known, f"the keys are: {', '.join(known)}", prefix)
+                    self._wrong(key, f"{key} is not a key; {way_out}")
 
     def value(self, value: object, kind: object, key: str) -> Any:
         """Return the value converted to the annotation; on a mistake, add it to `mistakes` and return None."""
@@ -139,7 +147,7 @@ class Checker:
         if len(kinds) == 1:
             return self.value(value, kinds[0], key)
         for kind in kinds:
-            attempt = Checker(self._places, self._knows_all)
+            attempt = Checker(self._places, self._refused, self._knows_all)
             converted = attempt.value(value, kind, key)
             if not attempt.mistakes:
                 return converted

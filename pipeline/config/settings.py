@@ -90,6 +90,25 @@ class MonitoringSettings:
         check_range(self, "monitoring", "1 or more", lambda count: count >= 1, "embedding_pieces")
 
 
+RESERVED_KEYS = {
+    "callbacks": "the pipeline has its own",
+    "logger": "TensorBoard is always written",
+    "plugins": "the pipeline has its own",
+    "max_epochs": "count in steps with trainer.max_steps",
+    "min_epochs": "count in steps with trainer.min_steps",
+    "check_val_every_n_epoch": "count in steps with trainer.val_check_interval",
+    "accumulate_grad_batches": "batches.max_tokens_per_device sets the accumulation",
+    "gradient_clip_val": "use training.gradient_clip_norm",
+    "gradient_clip_algorithm": "use training.gradient_clip_norm",
+    "log_every_n_steps": "use run.log_every_steps",
+    "default_root_dir": "use run.folder",
+    "enable_checkpointing": "checkpoints are always written",
+    "limit_train_batches": "use trainer.max_steps",
+    "limit_val_batches": "give a smaller validation text",
+    "overfit_batches": "give a small corpus",
+    "fast_dev_run": "use trainer.max_steps",
+}
+"""Keys of Lightning's Trainer that a recipe may not have, with what to use instead."""
 TRAINER_KEYS: dict[str, object] = {
     "accelerator": Literal["auto", "cpu", "gpu", "cuda"],
     "strategy": Literal["auto", "ddp"],

@@ -33,7 +33,7 @@ from pipeline.checkpointing.resume_point import read_resume_point
 from pipeline.checkpointing.run_folder import changes_of_run, is_run, latest_valid, read_metrics
 from pipeline.checkpointing.weights_only import load_weights_only
 from pipeline.config.recipe import load_recipe
-from pipeline.config.recipe_files import MOST_BYTES
+from pipeline.config.recipe_files import MOST_BYTES, compose
 from pipeline.export.marian_import import load_marian
 from pipeline.training.start import finished_reason
 from tests.conftest import refusal, run_here
@@ -501,3 +501,42 @@ def test_a_recipe_from_a_pipe_that_is_open(recipe_file: Path) -> None:
         writer.close()
         recipe = load_recipe([Path(f"/dev/fd/{reading}"), Path("/dev/null")])
     assert replace(recipe, name="tiny") == load_recipe([recipe_file])
+
+
+@pytest.mark.parametrize("number", ["1" + 500 * ":1", "1" + 500 * ":1" + ".5", "0x" + 999 * "f", 1001 * "9"])
+def test_a_number_of_a_recipe_has_a_largest_length(tmp_path: Path, number: str) -> None:
+    """The time of reading `1:1:...` grows with the square of its length."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"a: 1\nb: {number}\n")
+    assert f"{recipe}:2: not valid YAML: a number has more than 1,000 characters" in refusal("fit", recipe)
+    (tmp_path / "config.yaml").write_text(recipe.read_text())
+    assert not is_run(tmp_path)
+    assert compose(f"b: {number[:999]}\nc: '{number}'\n") is not None
+
+
+@pytest.mark.parametrize(
+    "value", ['!!int ""', "1" + 200 * ":1" + ".5", "!!bool maybe", "!!timestamp soon", "2001-99-99"]
+)
+def test_a_value_that_its_tag_does_not_fit(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"corpus: {{folder: {value}}}\n")
+    assert not is_run(tmp_path)
+    if value != "2001-99-99":  # A recipe may hold what looks like a date.
+        assert f"{path}:1: not valid YAML: '" in refusal("fit", path)
+
+
+MANY_ALIASES = "a0: &a0 [x]\n" + "".join(
+    f"a{number}: &a{number} [{', '.join(9 * [f'*a{number - 1}'])}]\n" for number in range(1, 10)
+)
+MERGES = "a0: &a0 {k: v}\n" + "".join(
+    f"a{number}: &a{number} {{<<: [{', '.join(9 * [f'*a{number - 1}'])}]}}\n" for number in range(1, 10)
+)
+
+
+@pytest.mark.parametrize("text", [MANY_ALIASES, MERGES])
+def test_a_recipe_of_aliases(tmp_path: Path, text: str) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+    assert f"{recipe}:1: not valid YAML: with its aliases it has more than" in refusal("fit", recipe)
+    recipe.write_text("corpus: &c {folder: [*c]}\n")
+    assert f"{recipe}: values are nested too deeply, or one contains itself" in refusal("fit", recipe)

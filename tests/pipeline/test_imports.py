@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lightning.pytorch import Trainer
 
-from pipeline.config.settings import TRAINER_KEYS
+from pipeline.config.settings import RESERVED_KEYS, TRAINER_KEYS
 from tests.conftest import ROOT
 
 SLOW = ("torch", "torch._dynamo", "lightning", "sympy", "triton", "sacrebleu", "tensorboard", "sentencepiece")
@@ -86,4 +86,4 @@ def test_importing_the_package_imports_nothing_slow() -> None:
 
 def test_the_trainer_keys_are_those_of_lightning() -> None:
     """They are written out in the program, which reports mistakes before it imports Lightning."""
-    assert inspect.signature(Trainer.__init__).parameters.keys() >= TRAINER_KEYS.keys()
+    assert inspect.signature(Trainer.__init__).parameters.keys() >= {*RESERVED_KEYS, *TRAINER_KEYS}

@@ -88,7 +88,7 @@ MISTAKES = [
     ("", ["--training.label_smoothing=true"], "training.label_smoothing must be a number, not True"),
     ("", ["--trainer.devices", "null"], "trainer.devices must be"),
     ("", ["--trainer.strategy=fsdp"], "trainer.strategy must be one of 'auto', 'ddp', not 'fsdp'"),
-    ("", ["--trainer.max_epochs=3"], "trainer.max_epochs is not a key; did you mean trainer.max_steps?"),
+    ("", ["--trainer.max_epochs=3"], "trainer.max_epochs may not be set; count in steps with trainer.max_steps"),
     ("", ["--trainer.barebones=1"], "trainer.barebones is not a key; "),
     ("", [f"--run.seed={1 << 63}"], f"command line: run.seed {1 << 63} is not 0 or more and less than 2 ** 63"),
     ("", ["--run.checkpoint_every_steps=null"], "give checkpoint_every_steps or"),
