@@ -6,10 +6,12 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from data_module.batch import SpecialIds
 from data_module.batch_plan import Epoch, epoch_pairs, fewest_pairs
@@ -18,6 +20,7 @@ from data_module.corpus.preparation import prepare
 from data_module.corpus.store import ParallelCorpus, TokenStore, hash_pairs, open_corpus, open_variants
 from data_module.errors import InputError
 from data_module.settings import BatchSettings, BpeDropout, CorpusSettings, NoiseSettings, TextSource
+from data_module.stateful_loader import StatefulLoader
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from tests.conftest import train_tokenizer
@@ -227,9 +230,16 @@ def test_a_killed_process_is_one_line(
     assert not list(tmp_path.glob("*corpus*/*"))
 
 
-def module(settings: CorpusSettings) -> TranslationDataModule:
-    batches = BatchSettings(batch_tokens=400, workers=0)
-    return TranslationDataModule(Path(settings.folder), batches, SPECIAL, seed=1, corpus_settings=settings)
+def module(settings: CorpusSettings, workers: int = 0, **changes: object) -> TranslationDataModule:
+    batches = BatchSettings(batch_tokens=400, workers=workers)
+    given = replace(settings, **changes)
+    return TranslationDataModule(Path(settings.folder), batches, SPECIAL, seed=1, corpus_settings=given)
+
+
+def batches(settings: CorpusSettings, rank: int, world_size: int, workers: int = 0) -> StatefulLoader:
+    data = module(settings, workers)
+    data._rank_and_size = lambda: (rank, world_size)  # type: ignore[method-assign]
+    return data.train_dataloader()
 
 
 def test_a_corpus_that_is_replaced_or_removed_leaves_a_running_training_alone(
@@ -269,6 +279,22 @@ def test_lengths_are_those_of_all_variants(settings: CorpusSettings) -> None:
     assert data.longest == 1 + max(one.longest for one in opened)
     tokens = [np.mean([len(side.tokens) for side in sides]) for sides in zip(*map(sides_of, opened), strict=True)]
     assert data._mean_lengths == pytest.approx([1 + one / 600 for one in tokens])
+
+
+def test_resumed_within_and_across_epochs(settings: CorpusSettings) -> None:
+    """With worker processes, and on another number of ranks."""
+    total = 160
+    expected = list(islice(batches(settings, 0, 1), total))
+    assert {batch.epoch for batch in expected} >= {0, 1, 2, 3}
+    end = next(batch.num_batches for batch in expected)
+    for stop in (end, 75):
+        first = batches(settings, 0, 2, workers=1)
+        list(islice(first, stop))
+        resumed = batches(settings, 0, 1, workers=1)
+        resumed.load_state_dict(first.state_dict())
+        for batch, other in zip(islice(resumed, total - stop), expected[stop:], strict=True):
+            assert batch.pairs.tolist() == other.pairs.tolist()
+            assert torch.equal(batch.flat, other.flat)
 
 
 def weighted(settings: CorpusSettings, first: float, second: float) -> CorpusSettings:

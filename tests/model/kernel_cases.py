@@ -90,6 +90,7 @@ def check_attention(
     kind: str,
     dtype: torch.dtype,
     compute: Callable[[list[Tensor]], Tensor],
+    kept: Tensor | None = None,
 ) -> None:
     """Compare results and gradients with the formula; tokens that have no key, and padding, are zero."""
     tensors = inputs(heads, sentences, kind, dtype)
@@ -97,7 +98,7 @@ def check_attention(
     upstream = torch.randn(result.shape).to(dtype)
     gradients = torch.autograd.grad(result, tensors, upstream)
     exact = [x.detach().double().nan_to_num().requires_grad_() for x in tensors]
-    expected = attention_of_parts(split(exact, heads), each(sentences, kind), kind == "causal")
+    expected = attention_of_parts(split(exact, heads), each(sentences, kind), kind == "causal", kept)
     expected_gradients = torch.autograd.grad(expected, exact, upstream.double())
     assert result.dtype == dtype
     for found, wanted in zip((result, *gradients), (expected, *expected_gradients), strict=True):

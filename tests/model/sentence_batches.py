@@ -118,8 +118,15 @@ def upstream(result: Tensor) -> Tensor:
     return torch.sin(torch.arange(result.numel(), dtype=torch.float64)).view(result.shape).to(result)
 
 
+Part = slice | Tensor
+"""Rows, as a range or by their numbers."""
+
+
 def attention_of_parts(
-    heads: tuple[Tensor, Tensor, Tensor], parts: Iterable[tuple[slice, slice]], is_causal: bool
+    heads: tuple[Tensor, Tensor, Tensor],
+    parts: Iterable[tuple[Part, Part]],
+    is_causal: bool,
+    kept: Tensor | None = None,
 ) -> Tensor:
     """Compute the attention of one sentence at a time by the formula.
 
@@ -127,6 +134,7 @@ def attention_of_parts(
         heads: queries, keys and values [rows, H, size].
         parts: the queries and the keys of each sentence.
         is_causal: a query attends to the keys up to its own.
+        kept: factors on the weights [H, R, M], 0 where dropout drops one.
 
     Returns:
         [R, H * V]. Rows in no sentence, and those of sentences without keys, are zero.
@@ -137,7 +145,10 @@ def attention_of_parts(
         scores = torch.einsum("qhd,khd->hqk", query[own], key[other]) / query.size(2) ** 0.5
         if is_causal:
             scores = scores.masked_fill(torch.ones_like(scores).triu(1) == 1, float("-inf"))
-        result[own] = torch.einsum("hqk,khv->qhv", scores.softmax(-1), value[other])
+        weights = scores.softmax(-1)
+        if kept is not None:
+            weights = weights * kept[:, own][:, :, other]
+        result[own] = torch.einsum("hqk,khv->qhv", weights, value[other])
     return result.flatten(1)
 
 

@@ -1,4 +1,4 @@
-"""The compiled search beside PyTorch's operators; tests/model/test_decoding.py compares both with a plain search."""
+"""The compiled search beside PyTorch's operators; tests/model/test_decoding.py compares both with enumeration."""
 
 import subprocess
 from collections.abc import Callable, Iterator

@@ -1,6 +1,7 @@
-"""The search against teacher forcing and a plain beam search without cache, batch or early stopping."""
+"""The search against enumeration, teacher forcing, and a plain beam search without cache, batch or early stopping."""
 
 import copy
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.beyond.sampling import Sampling
-from model.decoding import BeamResult, BeamSearch
+from model.decoding import BeamResult, BeamSearch, penalty
 from model.transformer import Cache, PaddedTransformer, Transformer
 from tests.model.search_truth import (
     BOS,
@@ -27,6 +28,7 @@ from tests.model.search_truth import (
     assert_finds,
     exact,
     fixed_network,
+    forced_log_probabilities,
     forced_log_probability,
     make_network,
     make_sources,
@@ -37,6 +39,63 @@ from tests.model.search_truth import (
     tolerance,
     trained_network,
 )
+
+
+def assert_ranked(
+    network: Transformer, found: list[tuple[float, list[int]]], expected: list[tuple[float, list[int]]]
+) -> None:
+    """Check the best of all answers there are. Two may change places if rounding can change which is better."""
+    answers = [(score, tokens) for score, tokens in found if score > -math.inf]
+    assert len(answers) == min(len(expected), len(found))
+    assert len({tuple(tokens) for _, tokens in answers}) == len(answers)
+    scores, allowed = {tuple(tokens): score for score, tokens in expected}, tolerance(network)
+    for (score, tokens), (expected_score, _) in zip(answers, expected, strict=False):
+        assert score == pytest.approx(scores[tuple(tokens)], abs=allowed)
+        assert score == pytest.approx(expected_score, abs=allowed)
+
+
+@pytest.mark.parametrize("prefixes", [[[]] * 4, [[], [4], [5, UNK], [4] * 4]], ids=["free", "behind prefixes"])
+def test_a_wide_beam_finds_what_enumeration_finds(prefixes: list[list[int]]) -> None:
+    # Three pieces and the end symbol give 121 answers of up to 4 pieces, and at most 81 open hypotheses.
+    vocabulary_size, beam_size, extra, alphas = 6, 81, 2, (0.6, 1.5)
+    source, mask = make_sources([3, 3, 2, 3], vocabulary_size)
+    target_prefix = padded_prefixes(prefixes) if any(prefixes) else None
+    greedy_is_best, penalty_matters, lengths = [], [], set()
+    for seed in range(3):
+        network = fixed_network(seed, vocabulary_size)
+        searches = [make(network) for make in SEARCHES.values()]
+        greedy = searches[0].greedy(source, mask, extra, target_prefix)
+        found = {
+            alpha: [
+                one.beam(source, mask, beam_size, alpha, extra, beam_size, "exact", target_prefix) for one in searches
+            ]
+            for alpha in alphas
+        }
+        for sentence, (source_length, prefix) in enumerate(zip(mask.sum(1).tolist(), prefixes, strict=True)):
+            ids = source[sentence, :source_length]
+            totals: list[tuple[float, list[int]]] = []
+            for count in range(source_length + extra - len(prefix)):
+                every = [[*prefix, *pieces, EOS] for pieces in itertools.product([UNK, 4, 5], repeat=count)]
+                totals += zip(forced_log_probabilities(network, ids, every), every, strict=True)
+            for alpha, results in found.items():
+                expected = sorted(((penalized(t, len(a), alpha), a) for t, a in totals), reverse=True)
+                for one in results:
+                    assert_ranked(network, answers_of(one, sentence), expected)
+                best = expected[0][1]
+                lengths.add(len(best))
+                greedy_is_best.append(greedy.tokens[sentence, : greedy.lengths[sentence]].tolist() == best)
+                penalty_matters.append(max(totals)[1] != best)
+    assert False in greedy_is_best
+    assert True in penalty_matters
+    assert len(lengths) >= 3
+
+
+def test_the_length_penalty_by_hand() -> None:
+    # ((5 + 7) / 6) ** 0.6 = 2 ** 0.6 = 1.5157166; ((5 + 1) / 6) ** 0.6 = 1; ((5 + 13) / 6) ** 1 = 3.
+    assert penalty(torch.tensor([7, 1]), 0.6).tolist() == pytest.approx([1.5157166, 1.0], rel=1e-6)
+    assert penalty(torch.tensor([13]), 1.0).tolist() == [3.0]
+    # An answer of length 7 with log-probability -3 scores -3 / 2 ** 0.6 = -1.979 and beats one of length 1 with -2.
+    assert penalized(-3.0, 7, 0.6) == pytest.approx(-3 / 2**0.6, rel=1e-12)
 
 
 @pytest.mark.parametrize("engine", SEARCHES)

@@ -113,6 +113,18 @@ def test_r_drop_without_gradients_is_the_same() -> None:
     assert sums.smoothed.item() == pytest.approx(plain_r_drop(states, weight, targets, 0.1, 2.0).item(), rel=1e-12)
 
 
+def test_r_drop_by_hand() -> None:
+    """p = (0.8, 0.2) and q = (0.5, 0.5)."""
+    states = torch.tensor([[[math.log(4.0)]], [[0.0]]], dtype=torch.float64)
+    weight = torch.tensor([[1.0], [0.0]], dtype=torch.float64)
+    sums = label_smoothed_loss(states, weight, torch.tensor([0]), 0.0, ignored_id=-1, r_drop_alpha=3.0)
+    forward = 0.8 * math.log(1.6) + 0.2 * math.log(0.4)
+    backward = 0.5 * math.log(0.625) + 0.5 * math.log(2.5)
+    entropy = -math.log(0.8) - math.log(0.5)
+    assert float(sums.smoothed) == pytest.approx((entropy + 3.0 * (forward + backward) / 2) / 2, rel=1e-12)
+    assert float(sums.num_correct) == 1.0  # A tie is correct.
+
+
 @pytest.mark.parametrize(
     ("dtype", "alpha", "of_loss", "of_gradients"),
     [

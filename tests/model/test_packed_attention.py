@@ -1,5 +1,6 @@
 """Plain attention against the attention of one sentence at a time, in float64, in uninitialized memory."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -45,8 +46,8 @@ def inputs_of(lengths: Lengths, kind: str, dtype: torch.dtype = torch.float64) -
     return inputs(HEADS, sentences_of(lengths, kind), kind, dtype)
 
 
-def plain(tensors: list[Tensor], rows: RowSentences) -> Tensor:
-    return attend_in_groups(attention, tensors, rows, HEADS.count, HEADS.d_k)
+def plain(tensors: list[Tensor], rows: RowSentences, dropout: float = 0.0) -> Tensor:
+    return attend_in_groups(partial(attention, dropout=dropout), tensors, rows, HEADS.count, HEADS.d_k)
 
 
 @pytest.mark.parametrize("lengths", [RAGGED, [(300, 280)], [(9, 9)] * 20, [(40, 1), (1, 40)]], ids=str)
@@ -55,6 +56,33 @@ def test_equals_attention_of_one_sentence_at_a_time(lengths: Lengths, kind: str)
     rows = rows_of(lengths, kind)
     sentences = sentences_of(lengths, kind)
     check_attention(HEADS, sentences, kind, torch.float64, lambda tensors: plain(tensors, rows))
+
+
+def kept_weights(lengths: Lengths, kind: str, probability: float, seed: int) -> Tensor:
+    """Read off which weights are kept, [H, R, M]: keys of 0 weigh alike, and values are the rows of an identity."""
+    rows = [len(x) for x in inputs_of(lengths, kind)]
+    num_keys = rows[-1]
+    query, key = (torch.zeros(count, HEADS.count * HEADS.d_k).double() for count in (rows[0], num_keys))
+    value = torch.eye(num_keys).double().repeat(1, HEADS.count)
+    given = [query, torch.cat([key, value], 1)] if kind == "cross" else [torch.cat([query, key, value], 1)]
+    torch.manual_seed(seed)
+    found = plain(given, rows_of(lengths, kind), probability).unflatten(1, (HEADS.count, num_keys))
+    return (found.transpose(0, 1) != 0) / (1 - probability)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout(kind: str) -> None:
+    """The weights that are dropped follow from the seed. Both passes are those of plain attention with that mask."""
+    rows = rows_of(RAGGED, kind)
+
+    def dropped(tensors: list[Tensor]) -> Tensor:
+        torch.manual_seed(5)
+        result = plain(tensors, rows, 0.75)
+        assert (plain(tensors, rows, 0.75) - result).abs().max() > 0.1
+        return result
+
+    kept = kept_weights(RAGGED, kind, 0.75, seed=5)
+    check_attention(HEADS, sentences_of(RAGGED, kind), kind, torch.float64, dropped, kept)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("causal", torch.bfloat16), ("cross", torch.float16)])

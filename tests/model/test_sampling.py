@@ -1,8 +1,9 @@
-"""Samples against those of a plain sampler in float64 without cache or batch."""
+"""Samples against the enumerated distribution, and against a plain sampler in float64 without cache or batch."""
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cache
 
 import pytest
@@ -20,6 +21,7 @@ from tests.model.search_truth import (
     PAD,
     PREFIXES,
     SEARCHES,
+    UNK,
     answers_of,
     exact,
     fixed_network,
@@ -88,8 +90,78 @@ def allowed(probabilities: list[float]) -> list[float]:
     return [0.0 if token in (PAD, BOS) else one for token, one in enumerate(probabilities)]
 
 
+def assert_distributed(found: Sequence[object], expected: Mapping[Hashable, float]) -> None:
+    """Check a sample by Pearson's chi-square test; a right one fails once in a thousand times."""
+    counts, number = Counter(found), len(found)
+    assert set(counts) <= {value for value, probability in expected.items() if probability > 0}
+    assert sum(expected.values()) == pytest.approx(1.0, abs=1e-9)
+    cells = [(counts[value], number * probability) for value, probability in expected.items()]
+    common = [cell for cell in cells if cell[1] >= 5]
+    rest = number - sum(count for count, _ in common), number - sum(wanted for _, wanted in common)
+    common += [rest] if rest[1] >= 5 else []
+    statistic, freedom = sum((count - wanted) ** 2 / wanted for count, wanted in common), len(common) - 1
+    # Wilson and Hilferty's approximation of the quantile.
+    assert statistic < freedom * (1 - 2 / (9 * freedom) + 3.09 * math.sqrt(2 / (9 * freedom))) ** 3
+
+
 def answers(found: BeamResult) -> list[tuple[int, ...]]:
     return [tuple(answers_of(found, sentence)[0][1]) for sentence in range(found.tokens.size(0))]
+
+
+def test_whole_answers_have_the_distribution_of_enumeration() -> None:
+    # Three pieces and the end symbol give 40 answers of up to 3 pieces. The last step has no choice but the end.
+    network, limit, number = make_network(2, 6, sharpness=1.2), 4, 5000
+    source, _ = make_sources([2], 6)
+    for sampling in SETTINGS:
+        expected: dict[tuple[int, ...], float] = {}
+        for count in range(limit):
+            for pieces in itertools.product([UNK, 4, 5], repeat=count):
+                steps = [
+                    most_probable(allowed(next_probabilities(network, source[0], pieces[:place])), sampling)[0]
+                    for place in range(min(count + 1, limit - 1))
+                ]
+                answer = (*pieces, EOS)
+                expected[answer] = math.prod(step[token] for step, token in zip(steps, answer, strict=False))
+        for make in SEARCHES.values():
+            sources = source.expand(number, -1).contiguous()
+            found = make(network).sample(sources, None, torch.arange(number), sampling, 2)
+            assert_distributed(answers(found), expected)
+
+
+def test_top_k_and_top_p_by_hand() -> None:
+    """Without embeddings, the network's logits are its output bias, the same at each step."""
+    network, number = make_network(0, 1100, output_bias=True), 2000
+    chances = torch.zeros(1100)
+    for token, chance in {PAD: 0.5, UNK: 0.2, BOS: 0.1, EOS: 0.02, 40: 0.08, 1050: 0.1}.items():
+        chances[token] = chance
+    with torch.no_grad():
+        network.embedding.weight.zero_()
+        network.projection.bias.copy_(chances.log())  # type: ignore[operator, union-attr]
+    for sampling, parts in (
+        (Sampling(), {UNK: 20, EOS: 2, 40: 8, 1050: 10}),
+        (Sampling(top_k=2), {UNK: 20, 1050: 10}),
+        (Sampling(top_k=100), {UNK: 20, EOS: 2, 40: 8, 1050: 10}),
+        (Sampling(top_k=1, temperature=100.0), {UNK: 1}),
+        # Of all that can be drawn, UNK has 0.5, 1050 has 0.25, 40 has 0.2 and EOS 0.05.
+        (Sampling(top_p=0.49), {UNK: 1}),
+        (Sampling(top_p=0.51), {UNK: 20, 1050: 10}),
+        (Sampling(top_p=0.76), {UNK: 20, 40: 8, 1050: 10}),
+        # Of the two, UNK has 2 / 3.
+        (Sampling(top_k=2, top_p=0.66), {UNK: 1}),
+        (Sampling(top_k=2, top_p=0.67), {UNK: 20, 1050: 10}),
+        (Sampling(temperature=0.5), {UNK: 20**2, EOS: 2**2, 40: 8**2, 1050: 10**2}),
+        # Squared, UNK has 400 / 568 and 1050 has 100 / 568.
+        (Sampling(temperature=0.5, top_p=0.71), {UNK: 4, 1050: 1}),
+        (Sampling(temperature=1e-320), {UNK: 1}),
+    ):
+        for engine in SEARCHES:
+            source = torch.full((number, 1), EOS)
+            found = SEARCHES[engine](network).sample(source, None, torch.arange(number), sampling, 1)
+            first = found.tokens[:, 0, 0].tolist()
+            if len(parts) == 1:
+                assert set(first) == set(parts)
+            else:
+                assert_distributed(first, {token: part / sum(parts.values()) for token, part in parts.items()})
 
 
 @pytest.mark.parametrize(
@@ -140,9 +212,7 @@ def test_a_line_has_the_same_sample_in_all_company() -> None:
     assert len(set(answers(found)[:: len(LENGTHS)])) > 1
     assert answers(search.sample(source, mask, lines, sampling._replace(seed=1), 8)) != answers(found)
     greedy = search.greedy(source, mask, 8)
-    for most_probable_alone in (Sampling(top_k=1), Sampling(temperature=1e-320), Sampling(top_p=1e-9)):
-        found = search.sample(source, mask, lines, most_probable_alone, 8)
-        assert torch.equal(found.tokens[:, 0], greedy.tokens)
+    assert torch.equal(search.sample(source, mask, lines, Sampling(top_k=1), 8).tokens[:, 0], greedy.tokens)
 
 
 def test_random_numbers_are_those_of_split_mix() -> None:
@@ -171,9 +241,7 @@ def test_the_extreme_random_numbers_draw_tokens_that_can_be_drawn() -> None:
     logits[0, [5, 700, 1990]] = torch.tensor([0.1, 0.3, 0.6]).log()
     logits[1, 1500] = 0.0
     for uniform, expected in ((0.0, [5, 1500]), (1 - 2**-53, [1990, 1500])):
-        uniforms = torch.full((2, 3), uniform, dtype=torch.float64)
-        assert choose(logits, uniforms, Sampling()).tolist() == expected
-        assert choose(logits, uniforms, Sampling(temperature=1e-320)).tolist() == [1990, 1500]
+        assert choose(logits, torch.full((2, 3), uniform, dtype=torch.float64), Sampling()).tolist() == expected
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -52,6 +52,8 @@ class Event:
 
     step: int
     in_validation: bool = False
+    is_failure: bool = False
+    """Instead of a signal, the rank raises an error."""
     misses_newest: bool = False
     """Instead of a signal, the rank resumes from the second newest checkpoint."""
 
@@ -67,8 +69,13 @@ class OneWeight(LightningModule):
         self.num_batches = 0
 
     def trigger_event(self, step: int, in_validation: bool = False) -> None:
-        if self.event == Event(step, in_validation):
-            os.kill(os.getpid(), signal.SIGUSR1)
+        if self.event is None or (self.event.step, self.event.in_validation) != (step, in_validation):
+            return
+        if self.event.misses_newest:
+            return
+        if self.event.is_failure:
+            raise ArithmeticError("a bug of this step")
+        os.kill(os.getpid(), signal.SIGUSR1)
 
     def on_fit_start(self) -> None:
         self.trigger_event(0)
@@ -132,7 +139,7 @@ def train(folder: Path, tokenizer: Path, event: Event | None, max_steps: int, ma
     except signals.Stopped as stop:
         end = f"{stop} (exit code {stop.exit_code})"
     except Exception as error:
-        return str(error)
+        return "\n".join([str(error), *error.__notes__])
     FOUND_AT_END.extend(path.name for path in step_checkpoints(folder))
     dist.barrier()
     return f"{end}, validated {module.validated}"
@@ -268,9 +275,15 @@ def test_both_stop(
     saved: list[tuple[int, bool]],
 ) -> None:
     ends = train_on_ranks(tmp_path, tiny_corpus, None, event, max_seconds=max_seconds)
-    assert all(end.startswith(words) and "exit code 75" in end for end, words in zip(ends, said, strict=True)), ends
+    assert all(end.startswith(words) for end, words in zip(ends, said, strict=True)), ends
     assert [(step_of(path), validation_is_pending(path)) for path in step_checkpoints(tmp_path)] == saved
     assert failures.exists() == (not saved)
+
+
+def test_the_rank_that_failed_is_named_by_both(tiny_corpus: Path, tmp_path: Path) -> None:
+    waiting, failed = train_on_ranks(tmp_path, tiny_corpus, None, Event(3, is_failure=True))
+    assert waiting.splitlines()[-1] == "step 2: rank 1 on node-1 failed: ArithmeticError: a bug of this step"
+    assert failed == "a bug of this step\nstep 2: rank 1 on node-1 failed"
 
 
 CONNECTION_LOST = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
@@ -486,10 +499,11 @@ def wait_in_cuda(folder: Path, tokenizer: Path, role: str) -> str:
     return "still there"
 
 
-def test_a_rank_that_waits_in_cuda_names_the_failed_one(tiny_corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("role", ["dies", "hangs"])
+def test_a_rank_that_waits_in_cuda_names_the_failed_one(tiny_corpus: Path, tmp_path: Path, role: str) -> None:
     shared = tmp_path, tiny_corpus / "tokenizer.model"
-    codes = exit_codes(tmp_path, wait_in_cuda, (*shared, "waits"), (*shared, "hangs"), (*shared, "waits"))
-    assert codes == [1, 0, 1]
+    codes = exit_codes(tmp_path, wait_in_cuda, (*shared, "waits"), (*shared, role), (*shared, "waits"))
+    assert codes == [1, -signal.SIGKILL if role == "dies" else 0, 1]
     for rank in (0, 2):
         message = f"step 0: rank 1 on node-1 has died or hangs; rank {rank} on node-{rank} waited for it"
         assert (tmp_path / f"stderr-{rank}").read_text() == f"[rank{rank}]: {message}\n"
