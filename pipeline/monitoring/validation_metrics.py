@@ -50,7 +50,7 @@ class ValidationMetrics(torchmetrics.Metric):
         for name, metric in self._metrics.items():
             counts = [metric.statistics(hypothesis, reference) for hypothesis, reference, _ in rows]
             # Sum on the CPU, and move the sums once per update.
-            self._sum(name)[source] += torch.tensor(counts, dtype=torch.int64).sum(0).to(self.repeated.device)
+            self._sum(name)[source] += torch.tensor(counts).sum(0).to(self.repeated.device)
             if name == "chrf":
                 self.sentence_scores = [float(metric.score(of_sentence)) for of_sentence in counts]
         self.repeated += torch.tensor([_repetitions(ids) for ids in pieces]).sum(0).to(self.repeated.device)

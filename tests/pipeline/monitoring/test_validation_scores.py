@@ -75,6 +75,12 @@ def test_each_text_source_has_its_scores() -> None:
     assert apart == {f"validation/exact_match/{name}": 0.0 for name in ("de", "fr")}
 
 
+def test_a_metric_that_counts_fractions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METRICS, "halves", type("Halves", (Lines,), {"statistics": lambda *_: [0.5, 1]})())
+    with pytest.raises(RuntimeError, match="Float"):
+        ValidationMetrics().update(["a"], ["a"], [[5]])
+
+
 def test_sums_are_exact_and_lists_are_of_one_length() -> None:
     metric = ValidationMetrics()
     # float32 is exact only up to 2 ** 24.
