@@ -35,7 +35,7 @@ from pipeline.config.recipe import load_recipe
 from pipeline.doctor import start_checks
 from pipeline.runtime import signals
 from pipeline.runtime.console import Failure, quiet_lightning
-from pipeline.runtime.memory import MemoryLimit, host_memory_limit, private_memory
+from pipeline.runtime.memory import MemoryLimit, host_memory_limit, private_memory, release_freed_memory
 from pipeline.training import memory_probe, out_of_memory
 from pipeline.training.build import build_callbacks
 from pipeline.training.memory_probe import MemoryProbe
@@ -208,6 +208,7 @@ def test_the_copy_for_checkpoints_is_counted_and_given_up_where_it_does_not_fit(
     tiny_corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], room: int, fits: bool
 ) -> None:
     """600 MB beside a small network, in a process that may take so many MB more than it has."""
+    release_freed_memory()  # As planning a copy does: what earlier tests have freed is not taken.
     limit = MemoryLimit(private_memory() + (room << 20), "this test")
     monkeypatch.setattr("pipeline.training.memory_probe.host_memory_limit", lambda processes: limit)
     writer = AtomicCheckpointIO()
