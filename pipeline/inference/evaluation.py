@@ -11,6 +11,7 @@ from data_module.errors import InputError, require_package
 from data_module.system.files import PlainValues
 from data_module.system.outputs import output_file
 from data_module.system.text_files import progress_bar
+from pipeline.config.settings import LIKELIHOOD
 from pipeline.inference.evaluation_text import (
     EvaluationText,
     require_test_set,
@@ -152,6 +153,8 @@ def score_settings(
     if warning := spacing_warning(text.references[0], tokenizer):
         report(f"{text.name}: its lines {warning}")
     run = translator.recipe["run"]
+    if run["best_by"] not in (LIKELIHOOD, *metrics.METRICS, *metrics.ON_REQUEST):
+        report(f"{translator.name}: without run.best_by {run['best_by']}, which no extension has registered")
     requested = list(dict.fromkeys([*run["metrics"], run["best_by"], *arguments.metric]))
     if text.references[1:] and (single := metrics.of_one_reference(requested)):
         report(f"{text.name}: without {', '.join(single)}, made for one reference of a sentence")

@@ -87,6 +87,15 @@ def test_several_references_and_metrics_by_name(
     assert "warning: --scores has no effect since version 1.2: compare COMET's scores by comet-compare; omit it" in said
 
 
+@pytest.mark.parametrize("best_by", ["bleu", "likelihood", "ter", "same_molecules"])
+def test_the_metric_of_an_extension_that_is_missing_is_named(
+    output: Evaluate, monkeypatch: pytest.MonkeyPatch, best_by: str
+) -> None:
+    monkeypatch.setitem(Repeat.recipe["run"], "best_by", best_by)
+    expected = "this: without run.best_by same_molecules, which no extension has registered"
+    assert (expected in output(1)[1]) == (best_by == "same_molecules")
+
+
 def test_the_papers_bleu_has_a_name_and_signature_of_its_own(output: Evaluate) -> None:
     *rows, last = output(5, "--paper")[0].splitlines()
     figures = json.loads(last)
