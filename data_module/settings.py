@@ -41,25 +41,25 @@ class TextSource:
     tsv: PathText | None = None
     """A file of lines with two columns: source, tab, target."""
     dataset: PathText | None = None
-    """A Hugging Face data set with a `translation` column: its name on the hub, or a folder of parquet or JSON."""
+    """A Hugging Face data set: its name on the hub, or a folder of parquet or JSON."""
     subset: str | None = None
     """The data set's subset, if it has several."""
     split: str | None = None
-    """The data set's split; a data set needs one."""
+    """The data set's split, required."""
     source_language: str | None = None
-    """Name of the source language in this data set; if null, `corpus.source_language`."""
+    """Source language in this data set; if null, `corpus.source_language`."""
     target_language: str | None = None
-    """Name of the target language in this data set; if null, `corpus.target_language`."""
+    """Target language in this data set; if null, `corpus.target_language`."""
     repeat: int = 1
     """How many times the text occurs in the corpus."""
     weight: float = 1.0
-    """How many times an epoch has the text: 2.5 is two copies and a random half of its pairs. For training text."""
+    """How many times an epoch has the training text: 2.5 is two copies and a random half of its pairs."""
     reader: str | None = None
-    """Name of a reader that an extension has registered; see docs/extending.md."""
+    """A reader that an extension has registered; see docs/extending.md."""
     path: PathText | None = None
     """The file that this reader reads."""
     prefix: str | None = None
-    """One of `corpus.user_symbols`, put before every source sentence, such as `>>de<<` for the target language."""
+    """One of `corpus.user_symbols`, put before every source sentence, such as `>>de<<`."""
     name: str | None = None
     """Name in reports of validation and `evaluate`; if null, made from the prefix, else from the file."""
 
@@ -86,7 +86,7 @@ class BpeDropout:
     """BPE-dropout (Provilkov, Emelianenko and Voita 2020): the probability of leaving out a merge, for each side."""
 
     source: float = 0.0
-    """Probability of leaving out a merge of source text; Provilkov et al. use 0.1, and 0.6 for Chinese and Japanese."""
+    """Probability of leaving out a merge of source text (Provilkov et al.: 0.1, for Chinese and Japanese 0.6)."""
     target: float = 0.0
     """Probability of leaving out a merge of target text."""
 
@@ -102,23 +102,23 @@ class NoiseSettings:
     """
 
     lower_case: float = 0.0
-    """Lower-case both sides. A pair gets at most one of `lower_case`, `title_case` and `upper_case`."""
+    """Fraction of pairs that are lower-cased. A pair gets at most one of the three changes of case."""
     title_case: float = 0.0
-    """Capitalize each word of both sides."""
+    """Fraction of pairs with each word capitalized."""
     upper_case: float = 0.0
-    """Upper-case both sides."""
+    """Fraction of pairs that are upper-cased."""
     typos: float = 0.0
-    """Misspell about one of six words of the source that have four letters or more."""
+    """Fraction of sources with typos, in about one of six words of four letters or more."""
     no_final_punctuation: float = 0.0
-    """Remove the final punctuation of the source; the target keeps it."""
+    """Fraction of sources without their final punctuation, which the target keeps."""
     web_address: float = 0.0
-    """Put the same web address at matching places of both sides."""
+    """Fraction of pairs with a web address on both sides."""
     email_address: float = 0.0
-    """Put the same e-mail address at matching places of both sides."""
+    """Fraction of pairs with an e-mail address on both sides."""
     number: float = 0.0
-    """Put the same number, time, date or telephone number at matching places of both sides."""
+    """Fraction of pairs with a number, time, date or telephone number on both sides."""
     emoji: float = 0.0
-    """Put the same one to three emoji at matching places of both sides. They need `corpus.byte_fallback`."""
+    """Fraction of pairs with one to three emoji on both sides. Without `corpus.byte_fallback` they are lost."""
 
     def __post_init__(self) -> None:
         kinds = (kind.name for kind in fields(self))
@@ -144,13 +144,13 @@ class CorpusSettings:
     validation: list[TextSource]
     """Text to validate on during training."""
     test: list[TextSource] = field(default_factory=list)
-    """Text for the final evaluation. Training text is compared with it; it is not part of the corpus."""
+    """Text that `evaluate` scores. It is not part of the corpus; training text is compared with it."""
     source_language: str = "source"
     """Name of the source language in a data set."""
     target_language: str = "target"
     """Name of the target language in a data set. BLEU and `evaluate --paper` tokenize by it, and exports name it."""
     model_type: Literal["bpe", "unigram", "word", "char"] = "bpe"
-    """What a piece is: part of a word, by `bpe` or `unigram`; a token between two spaces (`word`); or a character."""
+    """What a piece is: part of a word (`bpe`, `unigram`), a token between two spaces (`word`), or a character."""
     vocabulary_size: int = 37_000
     """Number of pieces of the joint vocabulary of both languages, special pieces included."""
     tokenizer: PathText | None = None
@@ -160,13 +160,13 @@ class CorpusSettings:
     character_coverage: float = 1.0
     """Fraction of the training text whose characters get a piece of their own, from 0.98 to 1."""
     byte_fallback: bool = False
-    """Spell characters without a piece of their own by their bytes, so that nothing is unknown. Takes 256 pieces."""
+    """Spell characters without a piece of their own by their bytes. Takes 256 pieces."""
     split_digits: bool = False
-    """Make each of the digits 0 to 9 a piece of its own, so that a number is spelled alike wherever it occurs."""
+    """Make each of the digits 0 to 9 a piece of its own."""
     user_symbols: list[str] = field(default_factory=list)
     """Placeholders and tags, such as `__NAME__` or `<b>`: each is one piece, even inside a word, and keeps its case."""
     lowercase: bool = False
-    """Lower-case both sides in the tokenizer, so that output and scores are lower-case too."""
+    """Lower-case both sides in the tokenizer, and so the output too."""
     max_tokens: int = 256
     """Drop pairs with more pieces than this on either side, also from validation text (with a warning)."""
     max_length_ratio: float | None = None
@@ -180,7 +180,7 @@ class CorpusSettings:
     seed: int = 1
     """Seed of the sample that trains the tokenizer, and of what variants draw."""
     variants: int = 1
-    """Number of encodings of the training text, with noise and BPE-dropout of their own; epochs take them in turn."""
+    """Number of encodings of the training text, each with its own noise and BPE-dropout; epochs take turns."""
     bpe_dropout: BpeDropout = field(default_factory=BpeDropout)
     """Segment words of training text at random; see `variants`."""
     noise: NoiseSettings = field(default_factory=NoiseSettings)

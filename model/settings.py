@@ -120,7 +120,7 @@ class TrainingSettings:
     label_smoothing: float = 0.1
     """Probability that label smoothing spreads evenly over all pieces (section 5.4)."""
     r_drop_alpha: float = 0.0
-    """Weight of R-Drop's divergence between two passes with different dropout (Liang et al. 2021); 0: a single pass."""
+    """Weight of R-Drop's divergence between two passes (Liang et al. 2021); 0: a single pass."""
     schedule: str = "paper"
     """`paper`, `inverse_sqrt`, `linear`, `cosine`, or a name registered in `model.optimization.SCHEDULES`."""
     peak_learning_rate: float | None = None
@@ -140,15 +140,11 @@ class TrainingSettings:
     muon_momentum: float | None = None
     """Decay of Muon's mean of gradients. If null, 0.95."""
     weight_decay: float = 0.0
-    """Share of a weight, times the learning rate, that each step subtracts (Loshchilov and Hutter 2019); not of biases
-    and norms. The paper has none."""
+    """Decoupled weight decay, as in AdamW, but not of biases and norms. The paper has none."""
     gradient_clip_norm: float | None = None
     """Maximum norm of the gradient. The paper does not clip."""
     ema_decay: float | None = None
-    """If given, such as 0.999, keep and validate an exponential moving average of the weights.
-
-    The paper averages checkpoints instead.
-    """
+    """Decay, such as 0.999, of an exponential moving average of the weights, which is then kept and validated."""
 
     def __post_init__(self) -> None:
         shares = "label_smoothing", "adam_beta1", "adam_beta2", "muon_momentum"
@@ -185,7 +181,7 @@ class DecodingSettings:
     max_extra_tokens: int = 50
     """Maximum number of tokens by which a translation is longer than its source."""
     stop_rule: str = "exact"
-    """When a search stops. `exact`: no open hypothesis can win. `first`: `beam_size` hypotheses have ended."""
+    """When a search stops. `exact`: no open hypothesis can win; `first`: `beam_size` hypotheses have ended."""
 
     def __post_init__(self) -> None:
         if self.stop_rule not in STOP_RULES:

@@ -33,14 +33,13 @@ class RunSettings:
     keep_last: int = 5
     """Number of newest checkpoints kept, and of checkpoints around the best validation; the best one is kept too."""
     best_by: str = "bleu"
-    """What chooses `best.ckpt`, and what `patience` and `average --best` follow: likelihood, for the lowest negative
-    log-likelihood of the validation text, or a metric of its translations: bleu, chrf, exact_match, ter, chrf2++,
-    or one that you have registered. It may not change on resume."""
+    """What chooses `best.ckpt`, and what `patience` and `average --best` follow: `likelihood`, or a metric: `bleu`,
+    `chrf`, `exact_match`, `ter`, `chrf2++` or a registered one. It may not change on resume."""
     validation_translations: int | None = None
-    """Number of validation sentences to translate, for scores and samples: the same ones each time, evenly spread over
-    the text; all of them if null. 0 needs `best_by` likelihood. It may not change on resume."""
+    """Number of validation sentences to translate, evenly spread over the text; all of them if null. 0 needs `best_by`
+    likelihood. It may not change on resume."""
     metrics: list[Literal["ter", "chrf2++"]] = field(default_factory=list)
-    """Further metrics of validation and `evaluate`, as sacreBLEU computes them: ter, chrf2++."""
+    """Further metrics of validation and `evaluate`, as sacreBLEU computes them."""
     patience: int | None = None
     """Stop after this many validations without a better score of `best_by`. If null, do not stop early."""
     bleu_tokenizer: Literal["13a", "intl", "char", "zh", "ja-mecab", "ko-mecab"] | None = None
@@ -48,11 +47,10 @@ class RunSettings:
     log_every_steps: int = 50
     """Optimizer steps between logged points of training metrics."""
     compile: bool | None = None
-    """Train with torch.compile. If null, where this is possible: on a GPU, but not with plain attention. The first
-    start then takes a few minutes."""
+    """Train with torch.compile. If null, where this is possible: on a GPU, but not with plain attention."""
     kernels: Literal["pytorch"] | None = None
-    """Kernels of attention and of validation's search. If null: PyTorch's on a GPU, and on a CPU the project's C++
-    programs, where they can run. `pytorch`: PyTorch's everywhere."""
+    """Kernels of attention and of validation's search. If null, a CPU takes the project's C++ programs, where they can
+    run. `pytorch`: PyTorch's everywhere."""
     timeout_seconds: int = 600
     """How long a rank waits for another one before it ends with an error that names it."""
 

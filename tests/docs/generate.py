@@ -22,7 +22,7 @@ from tests.docs.recipe_schema import meanings
 from tests.test_structure import LAYERS
 
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
-_KINDS = {int: "integer", float: "number", bool: "true or false", str: "text", PathText: "path", types.NoneType: "null"}
+_KINDS = {int: "integer", float: "number", bool: "boolean", str: "text", PathText: "path", types.NoneType: "null"}
 
 
 def updated(page: str) -> str:
@@ -60,7 +60,10 @@ def _rows(kind: type, section: str) -> Iterator[str]:
             yield from _rows(hint, key)
             continue
         meaning = texts[one.name].replace("|", r"\|")
-        yield f"| `{key}` | {_type(hint)} | {_default(one)} | {meaning} |"
+        kind = _type(hint)
+        if one.default is None:  # which says that null is allowed
+            kind = kind.removesuffix(" or null")
+        yield f"| `{key}` | {kind} | {_default(one)} | {meaning} |"
 
 
 def _type(hint: object) -> str:
@@ -96,9 +99,9 @@ def configs() -> str:
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         name = path.relative_to(ROOT)
         rows.append(f"| [`{name}`](../{name}) | {description(path)} |")
-    for folder, what in (("hardware", "Overlays for devices"), ("table3", "The rows of Table 3")):
-        names = ", ".join(f"`{path.stem}`" for path in sorted((ROOT / "configs" / folder).glob("*.yaml")))
-        rows.append(f"| [`configs/{folder}/`](../configs/{folder}) | {what}: {names} |")
+    overlays = ", ".join(f"`{path.stem}`" for path in sorted((ROOT / "configs" / "hardware").glob("*.yaml")))
+    folders = {"hardware": f"Overlays for devices: {overlays}", "table3": "The rows of the paper's Table 3"}
+    rows += [f"| [`configs/{folder}/`](../configs/{folder}) | {what} |" for folder, what in folders.items()]
     return "\n".join(rows)
 
 
