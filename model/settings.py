@@ -38,9 +38,9 @@ class NetworkSettings:
     dropout: float = 0.1
     """Dropout of sub-layer outputs and of the sums of embeddings and positions (section 5.4)."""
     attention_dropout: float = 0.0
-    """Dropout of attention weights. The paper has none."""
+    """Dropout of attention weights."""
     activation_dropout: float = 0.0
-    """Dropout of the activations inside the feed-forward networks. The paper has none."""
+    """Dropout of the activations inside the feed-forward networks."""
     learned_positions: bool = False
     """Learn a table of positions instead of adding sinusoids (Table 3, row E)."""
     max_positions: int = 512
@@ -54,7 +54,7 @@ class NetworkSettings:
     self_attention: str = "dot_product"
     """`dot_product` (section 3.2.1), or a name registered in `model.layers.SELF_ATTENTIONS`."""
     output_bias: bool = False
-    """Add a bias to the logits. The paper has none."""
+    """Add a bias to the logits."""
 
     @property
     def encoder_layers(self) -> int:
@@ -124,11 +124,11 @@ class TrainingSettings:
     schedule: str = "paper"
     """`paper`, `inverse_sqrt`, `linear`, `cosine`, or a name registered in `model.optimization.SCHEDULES`."""
     peak_learning_rate: float | None = None
-    """Learning rate at the end of the warm-up. Not for `paper`, whose peak follows from d_model and `warmup_steps`."""
+    """Learning rate at the end of the warm-up, of schedules other than `paper`."""
     warmup_steps: int = 4000
     """Number of steps for which the learning rate rises."""
     learning_rate_factor: float = 1.0
-    """Factor on all learning rates; 1 in the paper."""
+    """Factor on all learning rates."""
     optimizer: str = "adam"
     """`adam`, `muon`, or a name registered in `model.optimization.OPTIMIZERS`."""
     adam_beta1: float = 0.9
@@ -140,11 +140,11 @@ class TrainingSettings:
     muon_momentum: float | None = None
     """Decay of Muon's mean of gradients. If null, 0.95."""
     weight_decay: float = 0.0
-    """Decoupled weight decay, as in AdamW, but not of biases and norms. The paper has none."""
+    """Decoupled weight decay, as in AdamW, but not of biases and norms."""
     gradient_clip_norm: float | None = None
-    """Maximum norm of the gradient. The paper does not clip."""
+    """Maximum norm of the gradient. If null, gradients are not clipped."""
     ema_decay: float | None = None
-    """Decay, such as 0.999, of an exponential moving average of the weights, which is then kept and validated."""
+    """Decay of an exponential moving average of the weights, such as 0.999. If null, there is none."""
 
     def __post_init__(self) -> None:
         shares = "label_smoothing", "adam_beta1", "adam_beta2", "muon_momentum"

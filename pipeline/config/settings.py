@@ -25,7 +25,7 @@ class RunSettings:
     folder: PathText | None = None
     """Folder that `fit` writes the run to. If null, `runs/<recipe's name>`."""
     seed: int = 1
-    """Seed of initial weights, dropout and the order of training data. It may not change on resume."""
+    """Seed of initial weights, dropout and the order of training data."""
     checkpoint_every_steps: int | None = 1000
     """Optimizer steps between checkpoints; null to save by time only."""
     checkpoint_every_minutes: float | None = None
@@ -34,16 +34,16 @@ class RunSettings:
     """Number of newest checkpoints kept, and of checkpoints around the best validation; the best one is kept too."""
     best_by: str = "bleu"
     """What chooses `best.ckpt`, and what `patience` and `average --best` follow: `likelihood`, or a metric: `bleu`,
-    `chrf`, `exact_match`, `ter`, `chrf2++` or a registered one. It may not change on resume."""
+    `chrf`, `exact_match`, `ter`, `chrf2++` or a registered one."""
     validation_translations: int | None = None
     """Number of validation sentences to translate, evenly spread over the text; all of them if null. 0 needs `best_by`
-    likelihood. It may not change on resume."""
+    likelihood."""
     metrics: list[Literal["ter", "chrf2++"]] = field(default_factory=list)
     """Further metrics of validation and `evaluate`, as sacreBLEU computes them."""
     patience: int | None = None
     """Stop after this many validations without a better score of `best_by`. If null, do not stop early."""
     bleu_tokenizer: Literal["13a", "intl", "char", "zh", "ja-mecab", "ko-mecab"] | None = None
-    """sacreBLEU's tokenizer. If null, that of `corpus.target_language`. A resumed run keeps the one it began with."""
+    """sacreBLEU's tokenizer. If null, that of `corpus.target_language`."""
     log_every_steps: int = 50
     """Optimizer steps between logged points of training metrics."""
     compile: bool | None = None
