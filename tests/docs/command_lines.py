@@ -79,6 +79,8 @@ def _python(words: list[str]) -> str | None:
         if module == "tests.benchmark" and words:
             return _recipe(benchmark.parse(words), training=False)
         return _module(module, words)
+    if words[0] == "reactions.py":  # of docs/results.md
+        return _verb(words[1:]) if words[1:] != ["align"] else None
     return None if (ROOT / words[0]).is_file() else f"there is no {words[0]}"
 
 
