@@ -26,8 +26,8 @@ SLURM_OPTIONS = {
     "--partition", "--time",
 }  # fmt: skip
 SHELL = {
-    "cd", "cp", "cut", "do", "done", "echo", "export", "for", "grep", "gzip", "head", "mkdir", "paste", "perl", "sort",
-    "ssh", "tail", "zcat",
+    "cd", "cp", "cut", "do", "done", "echo", "export", "for", "grep", "gzip", "head", "mkdir", "paste", "perl",
+    "sed", "shuf", "sort", "ssh", "tail", "zcat",
 }  # fmt: skip
 """Programs whose arguments are not looked at."""
 
