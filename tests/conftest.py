@@ -166,7 +166,6 @@ def pipeline(
             env=variables,
             cwd=cwd,
             check=False,
-            timeout=300,
         )
     return _forked("pipeline", words, given, variables | ForkServer.shared().for_children, cwd)
 
@@ -182,7 +181,7 @@ def _forked(
 ) -> subprocess.CompletedProcess:
     process = ForkServer.shared().start(module, words, environment=environment, cwd=cwd, given=given or b"")
     try:
-        output = process.communicate(300)
+        output = process.communicate()
     finally:
         process.kill()
     return subprocess.CompletedProcess(process.args, process.wait(), *output)
@@ -273,7 +272,8 @@ def pytest_configure() -> None:
 @pytest.fixture(autouse=True)
 def signal_handlers() -> Iterator[None]:
     """Restore the handlers of stop signals: programs that later tests start would inherit that they are ignored."""
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    stop = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    before = {signum: signal.getsignal(signum) for signum in stop}
     yield
     for signum, handler in before.items():
         signal.signal(signum, handler)

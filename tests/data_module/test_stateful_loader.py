@@ -1,6 +1,7 @@
 """The stateful loader: what each rank gets, and that it resumes at its position."""
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import subprocess
@@ -164,16 +165,16 @@ def test_a_worker_ignores_signals_except_from_the_training_process(tiny_corpus: 
         for kind in (None, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM):
             if kind is not None:
                 subprocess.run(["kill", f"-{kind.name[3:]}", str(worker.pid)], check=True)
-            for _ in range(1000):  # until it has been delivered: a second pending signal of the same kind would be lost
+            while True:  # until it has been delivered: a second pending signal of the same kind would be lost
                 status = Path(f"/proc/{worker.pid}/status").read_text()
                 if not any(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("ShdPnd")):
                     break
                 time.sleep(0.01)
             here.send(kind)
-            assert here.poll(20)
+            assert multiprocessing.connection.wait([here, worker.sentinel]) == [here]
             assert here.recv() == kind
         os.kill(worker.pid or 0, signal.SIGTERM)
-        worker.join(timeout=20)
+        worker.join()
         assert worker.exitcode == 0
     finally:
         worker.kill()

@@ -164,6 +164,7 @@ def test_a_bar_moves_while_nothing_is_counted(monkeypatch: pytest.MonkeyPatch) -
     stream = Written(lambda text: text.count("\r") > 2 and moved.set())
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(text_files, "LOG_SECONDS", 0.01)
+    monkeypatch.setattr(text_files, "SHOWN_AFTER_SECONDS", 10_000)
     with progress_bar("short", 5) as bar:
         bar.update(5)
     assert stream.getvalue() == ""

@@ -2,6 +2,8 @@
 
 import fcntl
 import json
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -31,11 +33,22 @@ def test_stages_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (wrong["stage"], wrong["outcome"], wrong["exit_code"]) == ("wrong", "failed", 3)
 
 
-def test_a_stage_beyond_its_limit_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
-    lock, log = tmp_path / "lock", tmp_path / "log"
+def test_a_stage_beyond_its_limit_is_killed_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, log, wait = tmp_path / "lock", tmp_path / "log", subprocess.Popen.wait
+
+    def out_of_time(process: "subprocess.Popen[bytes]", timeout: float | None = None) -> int:
+        while timeout is not None:
+            if "locked" in log.read_text():
+                raise subprocess.TimeoutExpired(process.args, timeout)
+            time.sleep(0.01)
+        return wait(process)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", out_of_time)
     # Every process that has the file open holds the lock, the shell's child too.
     script = f"exec 9>{lock}; flock 9; echo locked; (sleep 20; echo survived) & wait"
-    stopped = run_stage(["-Sc", f"import os; os.execvp('bash', ['bash', '-c', {script!r}])"], 0.5, tmp_path, log)
+    stopped = run_stage(["-Sc", f"import os; os.execvp('bash', ['bash', '-c', {script!r}])"], 1, tmp_path, log)
     assert (stopped["outcome"], stopped["last_lines"]) == ("timed out", ["locked"])
     with lock.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # succeeds once all processes have ended

@@ -64,7 +64,6 @@ def test_ctrl_c_waits_for_the_command_to_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_the_demo_learns_its_grammar(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     first = demo(tmp_path)

@@ -1,6 +1,7 @@
 """`fit`, called as a user calls it: resuming, scaling over ranks, early stopping and `--fresh`."""
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 
 from data_module.corpus.store import training_pairs
 from data_module.errors import InputError
+from data_module.system import text_files
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline import load
 from pipeline.checkpointing.checkpoint import Identity, read_checkpoint, write_atomic
@@ -26,7 +28,7 @@ from pipeline.checkpointing.run_folder import (
     stored_run_id,
 )
 from pipeline.config.recipe import load_recipe
-from pipeline.monitoring import attention_images
+from pipeline.monitoring import attention_images, training_monitor
 from pipeline.training.start import check_pairs, finished_reason, plan_start
 from tests.conftest import pipeline, refusal, run_here, tiny_recipe, write_text
 from tests.integration.runs import accumulator, checkpoints, is_same_corpus, scalars, step_of
@@ -114,8 +116,11 @@ def test_the_likelihood_of_averaged_weights_chooses(recipe_file: Path, tmp_path:
     assert f"best validation: step {best}: negative log-likelihood {logged[best][tag]:.4f}" in said
 
 
-def test_output(recipe_file: Path, tmp_path: Path) -> None:
-    """Only the pipeline's own lines, and none of its libraries'."""
+def test_output(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the pipeline's own lines, and none of its libraries'; without those that appear because time has passed."""
+    monkeypatch.setattr(training_monitor, "FIRST_LINE_SECONDS", math.inf)
+    monkeypatch.setattr(training_monitor, "SECONDS_BETWEEN_LINES", math.inf)
+    monkeypatch.setattr(text_files, "SHOWN_AFTER_SECONDS", 10_000)
     command = ["fit", "--config", recipe_file, "--run.folder", tmp_path / "run"]
     output, said = run_here(*command)
     lines = said.splitlines()
