@@ -155,6 +155,7 @@ class ForkServer:
 
 def serve(address: str) -> Request:
     """Fork for each request. Returns in the forked process only, with the request."""
+    parent = os.getppid()
     for name in ("lightning.pytorch", "sacrebleu", "sentencepiece", "torch.utils.tensorboard"):
         importlib.import_module(name)
     # A test that has trained in its own process ignores them, as do the programs that it starts.
@@ -166,7 +167,6 @@ def serve(address: str) -> Request:
     listener.listen(64)
     Path(address + ".new").rename(address)
     gc.freeze()
-    parent = os.getppid()
     running: dict[int, socket.socket] = {}
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
@@ -237,6 +237,7 @@ def become(request: Request) -> None:
     sys.path[:] = [request["cwd"], *added, *sys.path[1:]]
     sys.argv = [request["module"], *request["arguments"]]
     sys.executable = os.environ.get(FORKED_PYTHON, sys.executable)
+    sys.orig_argv[:] = [sys.executable, "-m", *sys.argv]
     if "PYTHONUNBUFFERED" in os.environ:
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     code: int | str | None = 0

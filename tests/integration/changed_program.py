@@ -1,19 +1,22 @@
-"""Run `python -m pipeline` with a change, which the environment variable CHANGE names.
+"""Run `python -m pipeline` with changes, which the environment variable CHANGE names.
 
-`start(..., module="tests.integration.changed_program", CHANGE="nan_loss")`. Other variables of the environment say
-more about a change; they are named where they are read.
+`start(..., module="tests.integration.changed_program", CHANGE="record_batches hold")`. Other variables of the
+environment say more about a change; they are named where they are read.
 """
 
 import json
 import os
+import pkgutil
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial, partialmethod
+from functools import partial, partialmethod, wraps
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -27,9 +30,11 @@ from model.fast.compilation import CompiledForward
 from model.loss import LossSums
 from model.training_module import StepOutputs, TranslationModule
 from pipeline.__main__ import main
-from pipeline.runtime import backend_choice
+from pipeline.checkpointing import checkpoint
+from pipeline.runtime import backend_choice, signals, step_clock
 from pipeline.runtime.launch import process_rank
 from pipeline.runtime.lightning_private import SingleStreamDDP, call_as_step
+from pipeline.runtime.step_clock import StepClock
 from pipeline.training import memory_probe
 from tests.compilations import Compilations
 from tests.model.sentence_batches import masked_attention, packed, sentence_by_sentence
@@ -68,6 +73,51 @@ def record_batches() -> None:
     TranslationModule.training_step = recorded  # type: ignore[method-assign]
 
 
+def hold() -> None:
+    """HOLD has items FUNCTION CALLS PATH, joined by semicolons: after so many calls, the next waits for the file.
+
+    Or for a signal: a test that kills the process, or tells it to stop, finds it at work, however late that is.
+    """
+    for item in os.environ["HOLD"].split(";"):
+        function, calls, path = item.split()
+        place, _, name = function.rpartition(".")
+        owner = pkgutil.resolve_name(place)
+        setattr(owner, name, _held(getattr(owner, name), int(calls), Path(path)))
+
+
+def _held(function: Callable[..., object], left: int, path: Path) -> Callable[..., object]:
+    @wraps(function)
+    def held(*arguments: object, **named: object) -> object:
+        nonlocal left
+        left -= 1
+        while left < 0 and not path.exists() and signals.first_signal() is None:
+            time.sleep(0.1)
+        return function(*arguments, **named)
+
+    return held
+
+
+def partial_write() -> None:
+    """Only the first BYTES of a checkpoint are written, unless it is the run's first one."""
+    whole, left = checkpoint.atomic_file, int(os.environ["BYTES"])
+
+    @contextmanager
+    def partly(path: Path) -> Iterator[object]:
+        def write(data: memoryview) -> None:
+            nonlocal left
+            part = bytes(data)[:left]
+            file.write(part)
+            left -= len(part)
+            while not left:
+                file.flush()
+                time.sleep(1)
+
+        with whole(path) as file:
+            yield SimpleNamespace(write=write) if any(path.parent.glob("step=*.ckpt")) else file
+
+    checkpoint.atomic_file = partly
+
+
 def kill_rank_0_once() -> None:
     """Rank 0 is killed in step 6, unless the file MARKER says that it was."""
 
@@ -85,24 +135,33 @@ ALL_SECONDS, SLOW_SECONDS = 0.05, 0.1
 
 
 def slow_rank() -> None:
-    """Every rank sleeps in each step, as if it computed.
+    """Each step takes ALL_SECONDS on every rank, by a clock that nothing else moves.
 
-    SLOW_RANK also sleeps before its forward pass, and again in the loop after the step: before and after it
-    communicates with the other ranks.
+    SLOW_RANK takes SLOW_SECONDS more before its forward pass, and again in the loop after the step: before and after it
+    communicates with the other ranks. Who has waited for another rank has the same time as that one.
     """
+    now, begin = 0.0, StepClock.begin
 
-    def seconds(module: TranslationModule) -> float:
-        return SLOW_SECONDS * (module.global_rank == int(os.environ["SLOW_RANK"]))
+    def take(module: TranslationModule, seconds: float) -> None:
+        nonlocal now
+        now += seconds + SLOW_SECONDS * (module.global_rank == int(os.environ["SLOW_RANK"]))
 
-    def sleep_first(module: TranslationModule, batch: RankBatch, batch_idx: int) -> StepOutputs:
-        time.sleep(ALL_SECONDS + seconds(module))
+    def begin_and_wait(clock: StepClock, phase: str) -> None:
+        nonlocal now
+        if clock._marks and clock._marks[-1][0] == "communication_wait":
+            latest = torch.tensor(now, dtype=torch.float64)
+            all_reduce(latest, op=dist.ReduceOp.MAX)
+            now = latest.item()
+        begin(clock, phase)
+
+    def take_first(module: TranslationModule, batch: RankBatch, batch_idx: int) -> StepOutputs:
+        take(module, ALL_SECONDS)
         return training_step(module, batch, batch_idx)
 
-    def sleep_last(module: TranslationModule, *_: object) -> None:
-        time.sleep(seconds(module))
-
-    TranslationModule.training_step = sleep_first  # type: ignore[method-assign]
-    TranslationModule.on_train_batch_end = sleep_last  # type: ignore[method-assign]
+    step_clock.time = SimpleNamespace(perf_counter=lambda: now)  # type: ignore[assignment]
+    StepClock.begin = begin_and_wait  # type: ignore[method-assign]
+    TranslationModule.training_step = take_first  # type: ignore[method-assign]
+    TranslationModule.on_train_batch_end = lambda module, *_: take(module, 0.0)  # type: ignore[method-assign]
 
 
 def other_backend() -> None:
@@ -224,5 +283,6 @@ def compile_network() -> None:
 
 
 if __name__ == "__main__":
-    globals()[os.environ["CHANGE"]]()
+    for change in os.environ["CHANGE"].split():
+        globals()[change]()
     sys.exit(main())

@@ -26,6 +26,14 @@ def start(
     )
 
 
+TRAINING = "model.training_module.TranslationModule.training_step"
+
+
+def held(calls: int, function: str = TRAINING) -> dict[str, str]:
+    """Return the environment in which changed_program.py waits, after so many calls of a function, to be killed."""
+    return {"CHANGE": "hold", "HOLD": f"{function} {calls} /none"}
+
+
 def kill(process: ForkedProcess) -> bool:
     """Send SIGKILL; return whether the process was still running."""
     process.send_signal(signal.SIGKILL)

@@ -9,7 +9,7 @@ import torch
 
 from data_module.corpus.store import open_corpus
 from tests.fork_server import ForkServer
-from tests.integration.runs import checkpoints, kill, position, scalars, start, step_of
+from tests.integration.runs import checkpoints, held, kill, position, scalars, start, step_of
 
 Step = dict[int, list[int]]
 """The pairs that each rank trained on."""
@@ -17,11 +17,16 @@ Step = dict[int, list[int]]
 
 class RecordedFit:
     def __init__(self, records: Path, *command: object, kill_after: Path | None = None) -> None:
+        """With `kill_after`, it is killed when this checkpoint exists, three steps later at the latest."""
         records.mkdir()
         node = records.with_name(f"{records.name}-node")  # has no plan of an epoch from another start
         node.mkdir()
         places = {"RECORDS": str(records), "TMPDIR": str(node), **ForkServer.shared().for_children}
-        process = start(*command, module="tests.integration.changed_program", CHANGE="record_batches", **places)
+        change = {"CHANGE": "record_batches"}
+        if kill_after is not None:
+            steps = step_of(kill_after) - step_of(checkpoints(kill_after.parents[1])[-1])
+            change = held(steps + 3) | {"CHANGE": "record_batches hold"}
+        process = start(*command, module="tests.integration.changed_program", **change, **places)
         while kill_after is not None and not kill_after.exists() and process.poll() is None:
             time.sleep(0.01)
         assert kill(process) if kill_after is not None else process.wait() == 0
@@ -58,14 +63,14 @@ def test_resuming_with_one_two_three_and_one_ranks(recipe_file: Path, tmp_path: 
     stages: list[RecordedFit] = []
     begins = [1]
     for ranks, end in ((1, 9), (2, 25), (3, 33), (1, last)):
-        # The two ranks are killed in the second epoch, some time after step 20; the other stages run to their end.
+        # The two ranks are killed in the second epoch, after step 20; the other stages run to their end.
         killed = run / "checkpoints" / "step=00000020.ckpt" if ranks == 2 else None
         options = ["--run.folder", run, "--trainer.devices", ranks, "--trainer.max_steps", 1000 if killed else end]
         stages.append(RecordedFit(tmp_path / f"stage{len(stages)}", *command, *options, kill_after=killed))
         newest = checkpoints(run)[-1]
         state = position(torch.load(newest, weights_only=True, mmap=True))
         assert state["next_batch"] > 0  # inside an epoch
-        assert step_of(newest) == end or killed
+        assert step_of(newest) == (20 if killed else end)
         begins.append(step_of(newest) + 1)
     assert [stage.ranks for stage in stages] == [1, 2, 3, 1]
     assert begins[-1] == last + 1

@@ -1,7 +1,6 @@
 """Several ranks: what they exchange and compile, and one that has no gradient, is slow or computes in another way."""
 
 import json
-import re
 import subprocess
 from pathlib import Path
 
@@ -27,7 +26,7 @@ def fit_changed(change: str, recipe: Path, run: Path, *options: object, **enviro
         **ForkServer.shared().for_children,
         **environment,
     )
-    _, stderr = process.communicate(timeout=300)
+    _, stderr = process.communicate()
     assert process.returncode == 0, stderr.decode()
     assert "Traceback" not in stderr.decode()
     return stderr.decode().splitlines()
@@ -139,7 +138,6 @@ def test_a_rank_with_another_backend_is_named_and_trains_the_same(recipe_file: P
 STEPS, EVERY = 130, 10
 
 
-@pytest.mark.slow
 def test_a_slow_rank_is_named_once(recipe_file: Path, tmp_path: Path) -> None:
     """Under DDP all ranks' steps take equally long: they wait for the slow one. The curves show it."""
     run = tmp_path / "run"
@@ -148,27 +146,21 @@ def test_a_slow_rank_is_named_once(recipe_file: Path, tmp_path: Path) -> None:
     # Several micro-batches per rank and step.
     options += ["--batches.max_tokens_per_device", 100]
     said = fit_changed("slow_rank", recipe_file, run, *options, SLOW_RANK="2")
-    [line] = [line for line in said if "has been slow" in line]
-    found = re.fullmatch(
-        rf"rank 2 on {re.escape(node_name())} has been slow for 100 steps, and the others wait for it: its own part "
-        r"of a step takes (.*) s, (.*) % more than the median rank's",
-        line,
-    )
-    assert found, line
-    own, percent = map(float, found.groups())
-    slept = ALL_SECONDS + 2 * SLOW_SECONDS
-    assert own >= slept
-    # What the median rank took: it does not include waiting for the slow rank, which sleeps twice. Half of that is left
-    # for ranks that wait for a processor.
-    assert ALL_SECONDS <= own / (1 + percent / 100) * 1.01 <= own - SLOW_SECONDS
-    ratios, ranks = (scalars(run, f"train_perf/{name}") for name in ("slowest_rank_over_median", "slowest_rank"))
-    # A point is of the interval before its own, so the first one has none.
-    assert [step for step, _ in ratios] == [step for step, _ in ranks] == list(range(2 * EVERY, STEPS + 1, EVERY))
-    assert {rank for _, rank in ranks[1:]} == {2.0}  # the first interval is that of the start
-    assert min(ratio for _, ratio in ratios[1:]) >= 1.2
-    parts = {name: dict(scalars(run, f"train_perf/step_seconds{name}")) for name in ("", "_communication_wait")}
-    for step in range(2 * EVERY, STEPS + 1, EVERY):  # of rank 0, which waits
-        assert SLOW_SECONDS <= parts["_communication_wait"][step] <= parts[""][step] - ALL_SECONDS
+    own = ALL_SECONDS + 2 * SLOW_SECONDS
+    assert [line for line in said if "has been slow" in line] == [
+        f"rank 2 on {node_name()} has been slow for 100 steps, and the others wait for it: its own part of a step "
+        f"takes {own:.3g} s, {100 * (own / ALL_SECONDS - 1):.0f} % more than the median rank's"
+    ]
+    # A point is of the interval before its own, so the first one has none. The last step's loop is in the next one.
+    steps = list(range(2 * EVERY, STEPS + 1, EVERY))
+    ratios = [own / ALL_SECONDS] * len(steps)
+    ratios[0] -= SLOW_SECONDS / EVERY / ALL_SECONDS
+    assert scalars(run, "train_perf/slowest_rank") == [(step, 2.0) for step in steps]
+    curve = scalars(run, "train_perf/slowest_rank_over_median")
+    assert curve == [(step, pytest.approx(ratio)) for step, ratio in zip(steps, ratios, strict=True)]
+    # Of rank 0, which waits.
+    for name, seconds in (("", own), ("_communication_wait", 2 * SLOW_SECONDS)):
+        assert dict(scalars(run, f"train_perf/step_seconds{name}"))[STEPS] == pytest.approx(seconds)
 
 
 @pytest.mark.slow

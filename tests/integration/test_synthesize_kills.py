@@ -12,7 +12,10 @@ import yaml
 
 from tests.conftest import pipeline, sentences, tiny_recipe, write_text
 from tests.fork_server import ForkServer
-from tests.integration.runs import assert_ended, descendants, start
+from tests.integration.runs import assert_ended, descendants, held, start
+
+SHARD_WRITTEN = "pipeline.inference.shards.Shards.write"
+"""The function that gets each translation of a shared text."""
 
 
 def results(work: Path) -> dict[str, bytes]:
@@ -38,7 +41,6 @@ def stages(log: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_killed_in_several_stages(trained_run: Path, tmp_path: Path) -> None:
     """tests/slurm/test_scripts.py has other stages."""
     write_text(tmp_path)
@@ -56,14 +58,15 @@ def test_killed_in_several_stages(trained_run: Path, tmp_path: Path) -> None:
     assert len(expected) == 11
     work.rename(tmp_path / "undisturbed")
 
-    for stage, signum, moment in (
-        ("prepare-forward", signal.SIGKILL, ""),
-        ("translate-round1.source", signal.SIGKILL, "using"),
-        ("fit-round1", signal.SIGTERM, "training:"),
+    for stage, signum, moment, hold in (
+        ("prepare-forward", signal.SIGKILL, "", held(0, "data_module.corpus.builder.write_manifest")),
+        ("translate-round1.source", signal.SIGKILL, "using", held(700, SHARD_WRITTEN)),
+        ("fit-round1", signal.SIGTERM, "training:", held(50)),
     ):
         log = tmp_path / "log"
         with log.open("w") as stderr:
-            process = start(*command, stderr=stderr, **ForkServer.shared().for_children)
+            module = "tests.integration.changed_program"
+            process = start(*command, module=module, stderr=stderr, **hold, **ForkServer.shared().for_children)
         while moment not in log.read_text().partition(f", {stage} (")[2] or f", {stage} (" not in log.read_text():
             assert process.poll() is None, log.read_text()
             time.sleep(0.01)
