@@ -1,5 +1,6 @@
 """Fixtures: a tiny parallel text, its corpus, a recipe and a trained run; and a way to run commands as a user does."""
 
+import multiprocessing
 import os
 import random
 import signal
@@ -269,14 +270,27 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_progress_bars() -> None:
+    """Show none in this process: where the machine is slow, they would be among the lines that tests compare."""
+    from data_module.system import text_files
+
+    text_files.SHOWN_AFTER_SECONDS = 1e6
+
+
 @pytest.fixture(autouse=True)
-def signal_handlers() -> Iterator[None]:
-    """Restore the handlers of stop signals: programs that later tests start would inherit that they are ignored."""
-    stop = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-    before = {signum: signal.getsignal(signum) for signum in stop}
+def process_as_it_was() -> Iterator[None]:
+    """Restore the handlers of stop signals, which programs of later tests would inherit, and leave no process."""
+    stopping = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    before, children = {signum: signal.getsignal(signum) for signum in stopping}, multiprocessing.active_children()
     yield
     for signum, handler in before.items():
         signal.signal(signum, handler)
+    raise_for_loaders = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's, where one of a loader is killed
+    for process in set(multiprocessing.active_children()) - set(children):
+        process.kill()
+        process.join()
+    signal.signal(signal.SIGCHLD, raise_for_loaders)
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:

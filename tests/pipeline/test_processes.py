@@ -79,8 +79,9 @@ def test_a_process_that_fails_ends_the_others(
 
 
 def lines_without_bars(stderr: bytes) -> list[str]:
-    """The lines that a command says, without a bar, which appears where the machine is slow."""
-    return [line for line in stderr.decode().splitlines() if line and not line.startswith("translating")]
+    """The lines that a command says, without those that appear where the machine is slow: of bars and of progress."""
+    said = re.sub(r"translating: [^]]*]", "", stderr.decode())  # without a line feed if a signal has ended the command
+    return [line for line in said.splitlines() if line and " lines/s, time left " not in line]
 
 
 @pytest.mark.two_processors
@@ -150,7 +151,7 @@ class Command:
             time.sleep(0.02)
         self.stdin.close()
         ours = ("using", str(self.temporary))
-        return code, [line for line in self.errors.read_text().splitlines() if not line.startswith(ours)]
+        return code, [line for line in lines_without_bars(self.errors.read_bytes()) if not line.startswith(ours)]
 
     def running(self, what: str = "") -> list[str]:
         listed = subprocess.run(["ps", "-wweo", "sid=,state=,args="], capture_output=True, text=True, check=True)
@@ -206,9 +207,14 @@ def test_no_process_outlives_the_first(
     else:
         command.process.send_signal(signum)
     killed = signum == signal.SIGKILL
-    assert command.end() == ((-signum, []) if killed else (130, ["interrupted"]))
+    code, said = command.end()
+    assert code == (-signum if killed else 130)
     assert command.output.read_bytes() == b""
-    assert killed or not list(command.temporary.glob("translation-*"))
+    if not killed:
+        assert said == ["interrupted"]
+        assert not list(command.temporary.glob("translation-*"))
+    elif moment == "translating":  # Killed before that, it may leave processes that say that they have got no work.
+        assert said == []
 
 
 PROGRAM = """
@@ -233,8 +239,8 @@ def test_processes_run_the_program_that_has_registered_extensions(trained_run: P
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(list(map(str, words)), input=b"a dog\n", env=environment, capture_output=True, check=False)
     assert (done.returncode, done.stdout) == (1, b"")
-    *_, traceback, last = done.stderr.decode().splitlines()
-    assert traceback == "ValueError: registered"
+    *said, last = done.stderr.decode().splitlines()
+    assert "ValueError: registered" in said
     assert re.fullmatch(rf"error: translation process \d of 2 \(cpu\) ended with exit code 1; {WAY_OUT}", last)
 
 

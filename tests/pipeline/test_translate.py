@@ -23,6 +23,7 @@ from pipeline.inference.options import SearchOptions
 from pipeline.inference.text_io import CHUNK, count_lines, read_sentences, sentences
 from pipeline.inference.translator import Hypothesis, Translation, Translator
 from tests.conftest import pipeline, program, refusal, run_here
+from tests.pipeline.test_processes import lines_without_bars
 
 PLAIN = b"the dog sees a cat"
 BAD_LINES = {
@@ -68,7 +69,7 @@ def test_warnings_have_line_numbers(answer: CompletedProcess) -> None:
     ))  # fmt: skip
     never = "characters or words that the model has never seen, and cannot read; the first is '\\x01\\x02\\x07\\x1b[31'"
     unseen = "pieces that no training sentence has on this side; write text as the training text is written"
-    chosen, *warnings = answer.stderr.decode().splitlines()
+    chosen, *warnings = lines_without_bars(answer.stderr)
     assert "best.ckpt" in chosen
     assert warnings == [
         f"2 lines, {invalid[0]}, {invalid[1]}: not valid UTF-8; invalid bytes were replaced",
@@ -156,7 +157,7 @@ class Asker(StringIO):
                 os.write(self._write_end, f"{line}\n".encode())
 
 
-@pytest.mark.timeout(60)  # It would wait for ever.
+@pytest.mark.timeout(300)  # It would wait for ever.
 @pytest.mark.parametrize("is_named", [False, True])
 @pytest.mark.parametrize("options", [("--n-best", 2, "--scores"), ("--sample",), ("--target-prefixes",)], ids=str)
 def test_a_program_gets_each_answer_before_it_writes_the_next_line(
