@@ -103,10 +103,8 @@ def make_checkpoints(folder: Path, tokenizer: Path) -> CheckpointCallback:
     return CheckpointCallback(folder, recipe, Tokenizer.load(tokenizer), StepClock())
 
 
-def make_callback(
-    folder: Path, tokenizer: Path, timeout_seconds: int = TIMEOUT_SECONDS
-) -> tuple[GracefulStop, Trainer, OneWeight]:
-    callback = GracefulStop(make_checkpoints(folder, tokenizer), timeout_seconds)
+def make_callback(folder: Path, tokenizer: Path) -> tuple[GracefulStop, Trainer, OneWeight]:
+    callback = GracefulStop(make_checkpoints(folder, tokenizer), TIMEOUT_SECONDS)
     return callback, Trainer(logger=False, plugins=[AtomicCheckpointIO()]), OneWeight(None)
 
 
@@ -306,6 +304,7 @@ class Clock:
 
 def name_the_failed_rank(rank: int) -> str:
     """Describe errors on rank 0 before, and on rank 2 after rank 1 has reported its failure."""
+    graceful_stop.ANSWER_SECONDS = TIMEOUT_SECONDS
     report = FailureReport()
 
     def let_rank_1_fail() -> None:
@@ -364,12 +363,14 @@ def test_silent_ranks_are_named(tmp_path: Path) -> None:
 
 
 def get_an_error(folder: Path, tokenizer: Path, message: str, seconds: float = 0.0) -> str:
-    """Get an error after all clocks have jumped by so many seconds; return its note, and how the program reports it."""
+    """Get an error after the clock has moved on by so many seconds; return its note, and how the program reports it."""
+    graceful_stop.ANSWER_SECONDS = TIMEOUT_SECONDS
+    now = 1000.0
+    time.monotonic = lambda: now
     callback, trainer, module = make_callback(folder, tokenizer)
     callback.on_fit_start(trainer, module)
     callback.on_train_start(trainer, module)
-    real = time.monotonic
-    time.monotonic = lambda: real() + seconds
+    now += seconds
     try:
         with rank_failures_in_one_line():
             try:
@@ -391,7 +392,7 @@ def test_a_rank_says_that_it_was_suspended(tiny_corpus: Path, tmp_path: Path, se
             assert said.startswith("RuntimeError: [gloo] Timed out waiting for recv['step 0: no rank has died or hangs")
         else:
             words = (
-                rf"RendezvousError: step 0: rank {rank} on node-{rank} was suspended for 9\d s, and run.timeout_seconds"
+                rf"RendezvousError: step 0: rank {rank} on node-{rank} was suspended for 90 s, and run.timeout_seconds"
             )
             assert re.fullmatch(rf"{words} .*; run the same command to resume from the last checkpoint", said)
 
@@ -466,7 +467,7 @@ def test_a_rank_that_hangs_after_an_error_is_terminated(tiny_corpus: Path, tmp_p
     """It ends with its error's exit code, also if it cannot report. A rank that does not hang ends by itself."""
     shared = tmp_path, tiny_corpus / "tokenizer.model"
     stopped, failed, silent = Stopped("asked to stop"), ArithmeticError("a bug of this step"), LookupError("no answer")
-    ends = (stopped, 0, None), (failed, 0, None), (failed, 30, 7), (silent, 0, None)
+    ends = (stopped, 0, None), (failed, 0, None), (failed, 600, 7), (silent, 0, None)
     assert exit_codes(tmp_path, fail, *((*shared, *end) for end in ends)) == [75, 1, 7, 1]
 
 
@@ -479,31 +480,43 @@ def wait_in_cuda(folder: Path, tokenizer: Path, role: str) -> str:
         role: "waits"; "dies" or "hangs" where the others wait for its part of the reduction; or "ends", if training
             ends after the step.
     """
-    graceful_stop.MARGIN_SECONDS, graceful_stop.POLL_SECONDS = 1, 0.1
+    graceful_stop.MARGIN_SECONDS = graceful_stop.POLL_SECONDS = 0.1  # type: ignore[assignment]
+    graceful_stop.ANSWER_SECONDS = TIMEOUT_SECONDS
     quiet_lightning()
-    callback, trainer, module = make_callback(folder, tokenizer, timeout_seconds=3)
+    callback, trainer, module = make_callback(folder, tokenizer)
     sys.stderr = (folder / f"stderr-{os.environ['LOCAL_RANK']}").open("w")
     callback.on_fit_start(trainer, module)
     callback.on_train_start(trainer, module)
+    callback._consensus._pending[1].wait()
     dist.barrier()
-    if role == "dies":
-        while len(list(folder.glob("waits-*"))) < dist.get_world_size() - 1:
-            time.sleep(0.01)
+    others, pause, ready = dist.get_world_size() - 1, threading.Event().wait, f"ready-{os.environ['LOCAL_RANK']}"
+    if role in ("dies", "hangs"):
+        while len(list(folder.glob("ready-*"))) < others:
+            pause(0.01)
+        while role == "hangs" and sum(path.stat().st_size > 0 for path in folder.glob("stderr-*")) < others:
+            pause(0.01)  # until the others have named it
         os.kill(os.getpid(), signal.SIGKILL)
-    if role != "hangs":
+    elif role == "waits":
+        (folder / ready).touch()
+        # Time goes on when both that wait have reported: only the third one is late.
+        store = callback._failure_report._store
+        Clock(lambda: store.wait(["report/0", "report/2"]))
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), callback._consensus._group)
         callback.on_train_batch_end(trainer, module)
-        (folder / f"waits-{os.environ['LOCAL_RANK']}").touch()
-    if role == "ends":
+    else:
+        callback.on_train_batch_end(trainer, module)
+        [pause] = [thread.join for thread in threading.enumerate() if "_end_if_stuck" in thread.name]
         callback.on_train_end(trainer, module)
-    time.sleep({"waits": 60.0, "hangs": 10.0, "ends": 5.0}[role])
-    return "still there"
+        (folder / ready).touch()
+    pause()
+    return role
 
 
 @pytest.mark.parametrize("role", ["dies", "hangs"])
 def test_a_rank_that_waits_in_cuda_names_the_failed_one(tiny_corpus: Path, tmp_path: Path, role: str) -> None:
     shared = tmp_path, tiny_corpus / "tokenizer.model"
     codes = exit_codes(tmp_path, wait_in_cuda, (*shared, "waits"), (*shared, role), (*shared, "waits"))
-    assert codes == [1, -signal.SIGKILL if role == "dies" else 0, 1]
+    assert codes == [1, -signal.SIGKILL, 1]
     for rank in (0, 2):
         message = f"step 0: rank 1 on node-1 has died or hangs; rank {rank} on node-{rank} waited for it"
         assert (tmp_path / f"stderr-{rank}").read_text() == f"[rank{rank}]: {message}\n"

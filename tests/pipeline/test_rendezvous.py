@@ -4,12 +4,14 @@ import ctypes
 import errno
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import re
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
@@ -58,6 +60,7 @@ def port() -> int:
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RANKS_TOKEN, TOKEN)
     monkeypatch.setattr(rendezvous, "NOTICE_SECONDS", 1.0)
+    monkeypatch.setattr(rendezvous, "_ATTEMPT_SECONDS", PATIENCE_SECONDS)
     monkeypatch.setattr(rendezvous, "node_name", lambda: "here")
 
 
@@ -127,8 +130,42 @@ def test_patience_grows_with_the_number_of_ranks() -> None:
     assert [patience_seconds(ranks) for ranks in (2, 128, 512, 4096)] == [62, 188, 572, 600]
 
 
-def test_ranks_that_are_missing(port: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rank 0 names them, after a while and at the end, and the ranks that have connected say the same."""
+class Clock:
+    """A clock that is a tenth of a second further at each look, from `start` on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._now, self._step = time.monotonic(), 0.0
+        monkeypatch.setattr(time, "monotonic", self.look)
+
+    def start(self) -> None:
+        self._step = 0.1
+
+    def look(self) -> float:
+        self._now += self._step
+        return self._now
+
+
+def test_ranks_that_are_missing(port: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 names them, after a while and at the end, and the ranks that have connected say the same.
+
+    Time goes on when rank 2 has joined, and rank 0 stays until it has read the outcome.
+    """
+    clock, has_read, outcome, sleep = Clock(monkeypatch), threading.Event(), Rendezvous._outcome, time.sleep
+
+    def read_outcome(meeting: Rendezvous, store: dist.Store) -> object:
+        if meeting.rank:
+            clock.start()
+        found = outcome(meeting, store)
+        if meeting.rank:
+            has_read.set()
+        return found
+
+    def linger(seconds: float) -> None:
+        has_read.wait(PATIENCE_SECONDS) if seconds == rendezvous._LINGER_SECONDS else sleep(seconds)
+
+    monkeypatch.setattr(Rendezvous, "_outcome", read_outcome)
+    monkeypatch.setattr(rendezvous, "_GRACE_SECONDS", math.inf)
+    monkeypatch.setattr(time, "sleep", linger)
     first, second = meet([port], 4, [0, 2], 3)
     assert first == second
     assert first == (
@@ -145,6 +182,7 @@ def test_what_holds_the_store_is_missing(
     rank: int, whom: str, port: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(rank == 0))
+    Clock(monkeypatch).start()
     [found] = meet([port], 2, [rank], 1.5)
     assert found.startswith(
         f"cannot connect to {whom} at {HOST}:{port} within 1.5 s (Connection refused); see its mess"
@@ -212,7 +250,7 @@ def test_a_missing_rank_is_no_mistake_for_doctor(
 def test_fit_says_who_is_missing_in_one_line(first_of_two: str, recipe_file: Path, tmp_path: Path) -> None:
     """The exit code is that of a failure after which a job starts again."""
     _, said = run_here("fit", recipe_file, "--run.folder", tmp_path / "run", "--run.timeout_seconds", 1, code=1)
-    up_to_date, backend, line = said.splitlines()
+    up_to_date, backend, line = (one for one in said.splitlines() if not one.startswith("compiling "))
     assert up_to_date.endswith("is up to date")
     assert backend.startswith("backend: ")
     assert line == f"error: rank 0 on node1: {first_of_two}"
@@ -378,7 +416,7 @@ def test_ranks_of_two_runs_never_meet(tmp_path: Path, starts: tuple[str, str], t
         assert found == {"a": ["a a"] * 2, "b": ["b b" + " b" * len(more)] * (2 + len(more))}, order
 
 
-@pytest.mark.timeout(PATIENCE_SECONDS)
+@pytest.mark.timeout(5 * PATIENCE_SECONDS)
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize(("token", "error"), [("a" * 64, InputError), ("", RendezvousError)])
 @pytest.mark.parametrize(
@@ -450,7 +488,7 @@ def test_a_rank_goes_past_strangers_that_listen(monkeypatch: pytest.MonkeyPatch)
     def stand_in(server: socket.socket, message: Callable[[], bytes]) -> None:
         while True:
             connection, _ = server.accept()
-            with connection:
+            with connection, suppress(ConnectionError):  # of a rank that has given this stranger up
                 connection.sendall(message())
                 heard.append(connection.recv(1 << 16))
 
@@ -460,7 +498,7 @@ def test_a_rank_goes_past_strangers_that_listen(monkeypatch: pytest.MonkeyPatch)
     assert all_have_met(meet(ports, 2, [1, 0]))
     assert not store.check(["rendezvous/1"])
     assert repeated
-    assert set(heard) == {b""}  # A rank tells strangers nothing.
+    assert set(heard) <= {b""}  # A rank tells strangers nothing.
 
 
 def test_a_value_that_no_rank_has_stored_is_refused() -> None:
