@@ -1,5 +1,6 @@
 """Copies of a checkpoint in host memory: files written from them are those of the contents themselves."""
 
+import gc
 import io
 import resource
 from collections import OrderedDict
@@ -48,6 +49,7 @@ def planned(size: int = MEGABYTE) -> HostCopy:
 
 def used_memory() -> int:
     """Return the memory of this process without what earlier tests have freed, which `HostCopy.plan` gives back."""
+    gc.collect()
     release_freed_memory()
     return private_memory()
 
