@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -130,7 +129,8 @@ def test_the_network_is_read_again_where_the_search_has_none(
         loaded._translator.search = SimpleNamespace(max_positions=0)
     expected = model.score("the dog", "dog the").score
     assert same.score("the dog", "dog the").score == pytest.approx(expected, abs=1e-5)
-    shutil.copy(trained_run / "checkpoints" / "step=00000080.ckpt", copied)
+    shutil.copy(trained_run / "checkpoints" / "step=00000080.ckpt", tmp_path / "next")
+    (tmp_path / "next").replace(copied)
     for call in (other.score, other.attention):
         assert "has changed since it was loaded; load it again" in refusal(partial(call, "a", "b"))
     copied.unlink()
@@ -388,10 +388,10 @@ def test_mistakes_in_a_recipe(recipe: PlainValues, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def interrupt_after_first_checkpoint(run: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not list(run.glob("checkpoints/step=*.ckpt")) and time.monotonic() < deadline:
-        time.sleep(0.01)
+def interrupt_after_first_checkpoint(run: Path, has_ended: threading.Event) -> None:
+    while not list(run.glob("checkpoints/step=*.ckpt")):
+        if has_ended.wait(0.01):
+            return
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -399,10 +399,14 @@ def test_an_interrupt_saves_and_the_next_call_resumes(recipe: PlainValues, capfd
     before = process_state()
     recipe["trainer"] |= {"max_steps": 100_000, "val_check_interval": 50_000}
     recipe["run"] |= {"checkpoint_every_steps": 4}
-    thread = threading.Thread(target=interrupt_after_first_checkpoint, args=(Path("runs/tiny"),))
+    has_ended = threading.Event()
+    thread = threading.Thread(target=interrupt_after_first_checkpoint, args=(Path("runs/tiny"), has_ended))
     thread.start()
-    with pytest.raises(KeyboardInterrupt, match="asked to stop: saved after step"):
-        pipeline.train(recipe)
+    try:
+        with pytest.raises(KeyboardInterrupt, match="asked to stop: saved after step"):
+            pipeline.train(recipe)
+    finally:
+        has_ended.set()
     thread.join()
     assert process_state() == before
     newest = max(Path("runs/tiny/checkpoints").glob("step=*.ckpt"))

@@ -111,7 +111,7 @@ def job(
     # Not pipes: what is left of a killed watcher may hold them for a second.
     with (folder / "output").open("w") as output, (folder / "log").open("w") as log:
         command = ["bash", f"slurm/{script}.sbatch", *words.split()]
-        process = subprocess.run(command, env=own, cwd=folder, stdout=output, stderr=log, timeout=60, **options)
+        process = subprocess.run(command, env=own, cwd=folder, stdout=output, stderr=log, timeout=300, **options)
     failures = folder / ".failures-7"
     assert not list(folder.glob(".mistake*")) + list(folder.glob(".first-task*"))
     return Ended(
@@ -446,7 +446,7 @@ def submit(folder: Path, paths: Sequence[str], *words: str, **environment: str) 
     own = {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": f"{folder}/python", "FAILS": "none", **environment}
     command = ["bash", "slurm/submit.sh", "one.yaml", *words]
     done = subprocess.run(
-        command, env=os.environ | own, cwd=folder, check=False, capture_output=True, encoding="utf-8", timeout=60
+        command, env=os.environ | own, cwd=folder, check=False, capture_output=True, encoding="utf-8", timeout=300
     )
     return done.stdout, done.stderr, (folder / "jobs").read_text()
 
