@@ -24,9 +24,10 @@ _NO_MERGE = float("inf")
 class WordEncoder:
     """Encodes sentences five times as fast as the tokenizer, by caching the ids of each word.
 
-    The result is the same, because pieces never cross a space, and a sentence in which the place of a word matters is
-    encoded as a whole. So are all sentences of other models than byte-pair encoding: `unigram` adds up the scores of a
-    sentence, whose rounding may decide between two segmentations, and neighbouring unknown words may be one piece.
+    The result is the same, because pieces are parts of words, and a sentence in which the place of a word matters is
+    encoded as a whole. So are all sentences of a model with other pieces (`Tokenizer.splits_words`), or of another type
+    than byte-pair encoding: `unigram` adds up the scores of a sentence, whose rounding may decide between two
+    segmentations, and neighbouring unknown words may be one piece.
     """
 
     def __init__(self, tokenizer: Tokenizer, dtype: np.dtype) -> None:
@@ -39,7 +40,7 @@ class WordEncoder:
         Returns:
             The ids of each sentence, as the bytes of an array of `dtype`, and the lengths in ids, int64 [sentences].
         """
-        if not (self.tokenizer.is_bpe or self.tokenizer.pair):
+        if not (self.tokenizer.is_bpe or (self.tokenizer.pair and self.tokenizer.splits_words)):
             whole = self.tokenizer.encode_cleaned(sentences, num_threads=num_processors())
             return [ids.astype(self.dtype).tobytes() for ids in whole], np.array(list(map(len, whole)), dtype=np.int64)
         if len(self._ids) > _MAX_CACHED_WORDS:

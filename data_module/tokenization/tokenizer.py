@@ -272,8 +272,18 @@ class Tokenizer:
 
     @property
     def is_bpe(self) -> bool:
-        """Whether the model is a single byte-pair encoding, as BPE-dropout needs."""
-        return not self.pair and self.model_type == "bpe"
+        """Whether the model is a single byte-pair encoding of words, as BPE-dropout needs."""
+        return not self.pair and self.model_type == "bpe" and self.splits_words
+
+    @cached_property
+    def splits_words(self) -> bool:
+        """Whether pieces are parts of words, each with the mark of the space before it: each word encodes by itself.
+
+        A model of another program may have pieces across spaces, marks behind words, or no mark before the first word.
+        """
+        proto = self.proto() if self.pair is None else proto_of(self.pair[self._encodes_target])
+        marks_inside = any(SPACE_MARK in one.piece.lstrip(SPACE_MARK) for one in proto.pieces)
+        return bool(proto.normalizer_spec.add_dummy_prefix) and not marks_inside
 
     @cached_property
     def splits_digits(self) -> bool:

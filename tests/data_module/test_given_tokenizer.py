@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import sentencepiece
 
+from data_module.corpus.checks import given_tokenizer
 from data_module.corpus.preparation import existing_corpus
 from data_module.errors import InputError
 from data_module.settings import BpeDropout, CorpusSettings, TextSource
 from data_module.tokenization.encoders import DropoutEncoder, WordEncoder
+from data_module.tokenization.pair import join_models
 from data_module.tokenization.tokenizer import SPACE_MARK, Tokenizer
 from data_module.tokenization.training import standalone_model
 from tests.conftest import sentences, train_tokenizer
@@ -53,10 +55,9 @@ def test_two_directions_have_one_vocabulary(tiny_corpus: Path, tmp_path: Path) -
 
 
 def model_of(**options: object) -> bytes:
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["a house and a tree"] * 9), model_writer=model, vocab_size=15, minloglevel=2, **options
-    )
+    model, lines = io.BytesIO(), iter(["a house and a tree"] * 9)
+    options = {"vocab_size": 15, "minloglevel": 2, **options}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=model, **options)
     return model.getvalue()
 
 
@@ -97,6 +98,21 @@ def test_models_of_other_programs(tiny_corpus: Path, tmp_path: Path, options: di
     ):
         made(words, force=True)
     made(replace(words, model_type="word"), force=True)
+
+
+@pytest.mark.parametrize(
+    "option", [{"split_by_whitespace": False}, {"add_dummy_prefix": False}, {"treat_whitespace_as_suffix": True}]
+)
+def test_text_is_encoded_whole_where_pieces_are_no_parts_of_words(tmp_path: Path, option: dict[str, bool]) -> None:
+    model, text = tmp_path / "other.model", ["a tree and a house"]
+    model.write_bytes(model_of(**IDENTITY, **IDS, **option, vocab_size=24, model_type="bpe"))
+    given = Tokenizer.load(model)
+    for tokenizer in (given, Tokenizer(join_models(given.model, given.model, given.pieces()))):
+        [ids], _ = WordEncoder(tokenizer, np.dtype(np.uint16)).encode(text)
+        assert np.frombuffer(ids, np.uint16).tolist() == tokenizer.encode(text)[0].tolist()
+    dropout = BpeDropout(0.1)
+    with pytest.raises(InputError, match=r"^corpus\.bpe_dropout: .*other\.model is no byte-pair encoding of this pro"):
+        given_tokenizer(settings_of(tmp_path, tokenizer=str(model), vocabulary_size=24, bpe_dropout=dropout))
 
 
 def test_a_run_to_start_from_has_the_tokenizer_that_is_named(tiny_corpus: Path, tmp_path: Path) -> None:
