@@ -78,6 +78,11 @@ class ResumableEarlyStopping(EarlyStopping):
         """Restore the callback's state, except for the patience."""
         super().load_state_dict({**state_dict, "patience": self.patience})
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the run if no patience is left; it may have been kept from ending by `trainer.min_steps` and improved."""
+        super().on_validation_end(trainer, pl_module)
+        trainer.should_stop = self.wait_count >= self.patience  # Lightning never takes it back.
+
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the note on rank 0. By now the last checkpoint is written."""
         if self._folder is None or self.wait_count < self.patience:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule, Trainer
 
 from data_module.corpus.manifest import read_manifest
 from data_module.corpus.preparation import prepare
@@ -19,7 +20,7 @@ from pipeline.doctor.start_checks import check_disk_space
 from pipeline.metrics.metrics import METRICS, ExactMatch
 from pipeline.training.build import build_callbacks, build_data, build_module
 from pipeline.training.start import Plan, ResumePoint, Start
-from tests.conftest import sentences
+from tests.conftest import ALONE, sentences
 
 ORDER = ["MemoryProbe", "RunFolderSetup", "ValidationSamples", "AttentionPlots", "TrainingMonitor", "RunMetadata"]
 ORDER += ["ResumableEarlyStopping", "EMA", "CheckpointCallback", "GracefulStop"]
@@ -91,6 +92,34 @@ def test_a_score_chooses_in_its_direction(
     stopping = built["ResumableEarlyStopping"]
     assert (stopping.monitor, stopping.mode, stopping.check_finite) == (monitored, mode, False)
     assert built["CheckpointCallback"]._sign == (1 if mode == "max" else -1)
+
+
+class Scored(LightningModule):
+    """Takes steps that change nothing, and has these scores."""
+
+    def __init__(self, scores: list[float]) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.layer, self.scores = torch.nn.Linear(1, 1), iter(scores)
+
+    def training_step(self, batch: torch.Tensor, _: int) -> None:
+        self.optimizers().step()
+
+    def validation_step(self, batch: torch.Tensor, _: int) -> None:
+        self.log("validation/bleu", next(self.scores))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec")
+def test_a_run_that_improves_before_its_least_number_of_steps_has_patience_again(recipe_file: Path) -> None:
+    """At step 3 it would have ended. At step 5, the least number, the score of step 4 is the best one."""
+    stopping = callbacks(make_start(recipe_file, "--run.patience", 2))["ResumableEarlyStopping"]
+    steps = {"min_steps": 5, "max_steps": 9, "val_check_interval": 1, "check_val_every_n_epoch": None}
+    trainer = Trainer(accelerator="cpu", callbacks=[stopping], num_sanity_val_steps=0, **ALONE, **steps)
+    trainer.fit(Scored([3, 2, 1, 4, 3, 2, 1, 0, 0]), [torch.zeros(1)] * 9, [torch.zeros(1)])
+    assert trainer.global_step == 6
 
 
 def test_r_drop_counts_as_two_passes(recipe_file: Path) -> None:
