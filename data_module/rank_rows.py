@@ -100,11 +100,13 @@ def rank_rows(
     [[5, 7, 2, 0]]
     """
     source, target = source_lengths.astype(np.int64), target_lengths.astype(np.int64)
-    # Every rank computes the rows of all ranks from the same numbers, so that no rank has to ask another one.
-    dealt = _deal(source, target, world_size * shape.per_rank)
+    # Every rank computes the pairs of all ranks from the same numbers, so that no rank has to ask another one. The
+    # number of micro-batches, in which it deals its own, is not the same on ranks with another limit for their device.
+    own = _deal(source, target, world_size)[rank]
     rows = []
     left = np.empty(0, np.intp)
-    for pairs in dealt[rank * shape.per_rank : (rank + 1) * shape.per_rank]:
+    for row in _deal(source[own], target[own], shape.per_rank) if len(own) else ():
+        pairs = own[row]
         fitting = _fitting(pairs, source, target, shape)
         rows.append(pairs[:fitting])
         left = np.concatenate([left, pairs[fitting:]])
@@ -137,7 +139,9 @@ def _deal(
     bundles: int = _BUNDLES,
     singles: int = _SINGLES,
 ) -> list[NDArray[np.intp]]:
-    """Divide pairs among the rows of all ranks, at equal cost and with equal numbers of tokens on each side.
+    """Divide pairs among rows, at equal cost and with equal numbers of tokens on each side.
+
+    To divide them among ranks, all that a rank gets counts as a row.
 
     The work in Python grows with the number of rows only, not with that of pairs. All sums are of integers, so that
     the order in which a processor adds does not change the result.

@@ -129,6 +129,10 @@ class TranslationDataModule(LightningDataModule):
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         if on_gpu:
             limit = max(limit, min(GPU_BATCH_TOKENS, settings.max_tokens_per_device or GPU_BATCH_TOKENS))
+        if self.trainer is not None and world_size > 1:
+            # Ranks divide the same batches, also if their devices have other limits.
+            least = torch.tensor(limit, device=self.trainer.strategy.root_device)
+            limit = int(self.trainer.strategy.reduce(least, reduce_op="min"))
         lengths = np.maximum(lengths_with_eos(corpus.source), lengths_with_eos(corpus.target)).astype(np.int64)
         batches: list[tuple[NDArray[np.int64], bool]] = []
         for of_source in self._validation_pairs_by_source():

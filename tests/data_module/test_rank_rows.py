@@ -110,6 +110,14 @@ def test_micro_batches_fit_the_device() -> None:
     assert shape(source, target, max_tokens_per_device=whole).per_rank == 1
 
 
+def test_each_rank_has_a_limit_of_its_own() -> None:
+    source, target = lengths()
+    rows = [shape(source, target, world_size=3, max_tokens_per_device=limit) for limit in (None, 2_000, 500)]
+    assert len({row.per_rank for row in rows}) == 3
+    ranks = [np.concatenate(rank_rows(source, target, row, 3, rank)) for rank, row in enumerate(rows)]
+    assert sorted(np.concatenate(ranks).tolist()) == list(range(len(source)))
+
+
 def test_what_does_not_fit_gets_another_row() -> None:
     """Sentences of 100 tokens in rows that hold one and a half of them."""
     source = target = np.full(6, 100)

@@ -146,9 +146,13 @@ def test_a_validation_batch_is_of_one_source(settings: CorpusSettings) -> None:
     assert max(first_with) < len(batches) - 1  # sources are mixed, so that every rank has some of each
 
 
-def rank_of(rank: int, world_size: int, device: str = "cpu") -> Any:
-    """Return what the data ask a Trainer for."""
-    strategy = SimpleNamespace(root_device=torch.device(device))
+def rank_of(rank: int, world_size: int, device: str = "cpu", others: tuple[int, ...] = ()) -> Any:
+    """Return what the data ask a Trainer for; `others` are the numbers of other ranks that it reduces."""
+
+    def reduce(own: torch.Tensor, reduce_op: str) -> torch.Tensor:
+        return getattr(torch.tensor([own, *others]), reduce_op)()
+
+    strategy = SimpleNamespace(root_device=torch.device(device), reduce=reduce)
     return SimpleNamespace(global_rank=rank, world_size=world_size, strategy=strategy)
 
 
@@ -165,6 +169,21 @@ def test_a_gpu_validates_in_large_batches(most: int | None, expected: list[int],
         assert sorted(pair for batch in loaded for pair in batch.pairs.tolist()) == list(range(20))
         counts.append(len(loaded))
     assert counts == expected
+
+
+def test_ranks_with_other_limits_divide_the_same_validation_batches(settings: CorpusSettings) -> None:
+    """The limit of one is 60 tokens, and that of the other the usual 100."""
+    made(settings)
+    pairs, counts = [], []
+    for rank, (most, other) in enumerate([(60, 100), (None, 60)]):
+        batches = BatchSettings(batch_tokens=800, max_tokens_per_device=most, workers=0)
+        data = TranslationDataModule(Path(settings.folder), batches, SpecialIds(pad=0, bos=2, eos=3), seed=1)
+        data.trainer = rank_of(rank, 2, others=(other,))
+        loaded = list(data.val_dataloader())
+        pairs += [pair for batch in loaded if not batch.is_filler for pair in batch.pairs.tolist()]
+        counts.append(len(loaded))
+    assert sorted(pairs) == list(range(30))
+    assert counts[0] == counts[1]
 
 
 def test_some_sentences_are_translated(settings: CorpusSettings) -> None:

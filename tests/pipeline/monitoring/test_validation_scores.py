@@ -110,7 +110,7 @@ def validate(corpus: Path, num_ranks: int) -> tuple[dict[str, float], dict[int, 
     data = TranslationDataModule(corpus, BatchSettings(batch_tokens=400), special, seed=1)
     ranks, num_fillers = [], 0
     for rank in range(num_ranks):
-        strategy = SimpleNamespace(root_device=torch.device("cpu"))
+        strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce=lambda limit, reduce_op: limit)
         trainer = SimpleNamespace(global_rank=rank, world_size=num_ranks, strategy=strategy)
         data.trainer = trainer
         samples = ValidationSamples(*data.validation_text(), tokenizer)
