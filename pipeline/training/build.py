@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 
 from data_module.batch import SpecialIds
+from data_module.corpus.store import training_pairs
 from data_module.errors import InputError
 from data_module.system.files import PlainValues, atomic_file
 from data_module.tokenization.tokenizer import Tokenizer
@@ -222,10 +223,13 @@ def build_trainer(start: Start, options: TrainerOptions, callbacks: list[Callbac
     trainer = make_trainer(options, start.plan.job, (AtomicCheckpointIO(),), logger=log, callbacks=callbacks)
     disable_signal_handling(trainer)
     if isinstance(trainer.strategy, ConnectedDDP):
-        recipe, device = start.plan.recipe, trainer.strategy.root_device
+        recipe, device, validation = start.plan.recipe, trainer.strategy.root_device, start.manifest["validation"]
         trainer.strategy.settings = {
             **settings_of_ranks(recipe),
             **shared_processor(recipe.training.optimizer, device.index if device.type == "cuda" else None),
             "BLEU's tokenizer": choose_bleu_tokenizer(recipe, resume).tokenizer,
+            # Each node may have a copy of the corpus.
+            "training pairs": (start.identity.training_pairs or training_pairs(recipe.corpus_folder()))[:12],
+            "validation tokens": [validation["source_tokens"], validation["target_tokens"]],
         }
     return trainer

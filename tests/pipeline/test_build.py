@@ -1,5 +1,6 @@
 """What `fit` builds from a recipe."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,10 @@ from pipeline.doctor.doctor import Findings
 from pipeline.doctor.recipe_checks import CheckResult
 from pipeline.doctor.start_checks import check_disk_space
 from pipeline.metrics.metrics import METRICS, ExactMatch
-from pipeline.training.build import build_callbacks, build_data, build_module
+from pipeline.ranks.rendezvous import other_settings
+from pipeline.training.build import build_callbacks, build_data, build_module, build_trainer
 from pipeline.training.start import Plan, ResumePoint, Start
+from pipeline.training.trainer import trainer_options
 from tests.conftest import ALONE, sentences
 
 ORDER = ["MemoryProbe", "RunFolderSetup", "ValidationSamples", "AttentionPlots", "TrainingMonitor", "RunMetadata"]
@@ -137,6 +140,26 @@ def test_a_resumed_run_keeps_the_tokenizer_of_bleu(recipe_file: Path, capsys: py
         samples = callbacks(make_start(recipe_file, "--run.bleu_tokenizer", "intl", resume=began))["ValidationSamples"]
         assert samples.state_dict()["bleu_tokenizer"] == expected
         assert ("validation keeps BLEU on char tokens" in capsys.readouterr().err) == (began is not None)
+
+
+def test_ranks_have_the_same_text_in_their_corpora(recipe_file: Path, tmp_path: Path) -> None:
+    """The folder may be another one on each node."""
+    corpus = load_recipe([recipe_file]).corpus
+    copy = shutil.copytree(corpus.folder, tmp_path / "copy")
+    [train], [validation] = corpus.train, corpus.validation
+    other = replace(corpus, folder=str(tmp_path / "other"), tokenizer=str(copy), train=[validation])
+    shorter = replace(other, folder=str(tmp_path / "shorter"), train=[train], max_tokens=8)
+    for one in (other, shorter):
+        prepare(one, progress=False)
+    settings = []
+    for folder in (corpus.folder, copy, other.folder, shorter.folder):
+        start = make_start(recipe_file, "--corpus.folder", folder, "--trainer.devices", 2)
+        trainer = build_trainer(start, trainer_options(start.plan.recipe.trainer), [])
+        settings.append(trainer.strategy.settings)
+    same, *different = (other_settings(one, settings[0]) for one in settings[1:])
+    assert same == ""
+    assert different[0].startswith("training pairs ")
+    assert "validation tokens [" in different[1]
 
 
 def room(recipe: Recipe) -> list[CheckResult]:
