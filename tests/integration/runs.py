@@ -29,9 +29,9 @@ def start(
 TRAINING = "model.training_module.TranslationModule.training_step"
 
 
-def held(calls: int, function: str = TRAINING) -> dict[str, str]:
-    """Return the environment in which changed_program.py waits, after so many calls of a function, to be killed."""
-    return {"CHANGE": "hold", "HOLD": f"{function} {calls} /none"}
+def held(calls: int, function: str = TRAINING, until: str | Path = "/none") -> dict[str, str]:
+    """Return the environment in which changed_program.py waits after so many calls, for a file or to be killed."""
+    return {"CHANGE": "hold", "HOLD": f"{function} {calls} {until}"}
 
 
 def kill(process: ForkedProcess) -> bool:

@@ -30,7 +30,7 @@ SlurmctldPort={controller_port}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={munge}/socket,cred_expire=10
+AuthInfo=socket={munge}/socket,cred_expire=20
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -42,8 +42,10 @@ ReturnToService=2
 JobRequeue=1
 SlurmdParameters=config_overrides
 MessageTimeout=30
-SlurmdTimeout=20
-KillWait=15
+SlurmdTimeout=60
+BatchStartTimeout=200
+UnkillableStepTimeout=200
+KillWait=30
 OverTimeLimit=0
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -57,11 +59,11 @@ SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0,requeue_s
 SlurmctldParameters=preempt_send_user_signal
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-MinJobAge=600
+MinJobAge=60000
 GresTypes=gpu
 FirstJobId={first_job}
 {nodes}
-PartitionName=normal Nodes=ALL Default=YES PriorityTier=1 MaxTime=INFINITE GraceTime=20 State=UP
+PartitionName=normal Nodes=ALL Default=YES PriorityTier=1 MaxTime=INFINITE GraceTime=60 State=UP
 PartitionName=urgent Nodes=ALL PriorityTier=10 MaxTime=INFINITE PreemptMode=OFF State=UP
 """
 
@@ -125,11 +127,11 @@ class Cluster:
         key.chmod(0o400)
         paths = [f"--{name}={self._munge / name}" for name in ("socket", "pid-file", "log-file", "seed-file")]
         self._run_forever("munged", "munged", "--foreground", "--force", f"--key-file={key}", *paths)
-        self.wait_until(lambda: (self._munge / "socket").exists(), 10)
+        self.wait_until(lambda: (self._munge / "socket").exists(), 100)
         self._run_forever("slurmctld", "slurmctld", "-D", "-f", self.environment["SLURM_CONF"])
         for node in self.nodes:
             self.start_node(node)
-        self.wait_until(self.is_idle, 100)
+        self.wait_until(self.is_idle, 200)
 
     def start_node(self, node: str) -> None:
         inside = self._links.inside(node) if self._links else []
@@ -141,7 +143,10 @@ class Cluster:
         daemon.kill()
         daemon.wait()
         own = self._running_on(node)
-        parents = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in own}
+        parents = set()
+        for pid in own:
+            with suppress(OSError):  # It has just ended.
+                parents.add(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]))
         daemons = [pid for pid, arguments in processes() if pid in parents and arguments.startswith("slurmstepd")]
         # A lost node reports nothing, so none of them may see another one end. Children first: the kernel continues
         # stopped processes whose parent has ended.
@@ -175,7 +180,7 @@ class Cluster:
         SLURM takes a node out of service where a daemon answers late, as on a busy machine, or a process outlives its
         job by a minute. An administrator puts it back.
         """
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + 400
         while not self.is_idle():
             assert time.monotonic() < deadline, self.run("sinfo", "-N", "-o", "%N %T %E", check=False).stdout
             time.sleep(2)
@@ -202,7 +207,8 @@ class Cluster:
         """Cancel all jobs and stop the daemons, munged last."""
         self.cancel_all()
         for pid in self.tasks():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         names = [*self.nodes, "slurmctld", "munged"]
         for name in names:
             if name in self._processes:
@@ -240,7 +246,7 @@ class Cluster:
         """
         found = []
         for pid, arguments in processes():
-            if "-m pipeline" not in arguments and "tests.slurm" not in arguments:
+            if "-m pipeline" not in arguments and "-m tests." not in arguments:
                 continue
             values = environment_of(pid)
             if (
@@ -254,7 +260,7 @@ class Cluster:
         return sorted(found)
 
     @staticmethod
-    def wait_until(condition: Callable[[], object], seconds: float) -> None:
+    def wait_until(condition: Callable[[], object], seconds: float = 1000) -> None:
         """Wait until the condition is true; raises AssertionError after the time limit."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -293,19 +299,22 @@ class Job:
         path = self.cluster.folder / "logs" / f"job-{self.number}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def wait(self, seconds: float = 550) -> str:
+    def wait(self) -> str:
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE")
-        self.wait_until(lambda: self.state in over, "ended", seconds)
+        self.wait_until(lambda: self.state in over, "ended")
         return self.state
+
+    def wait_until_restarted(self) -> None:
+        self.wait_until(lambda: self.restarts == 1, "restarted")
 
     def wait_for(self, text: str, times: int = 1) -> None:
         """Wait until the log contains a text this many times."""
         self.wait_until(lambda: self.log.count(text) >= times, f"printed {text!r}")
 
-    def wait_until(self, condition: Callable[[], object], what: str, seconds: float = 400) -> None:
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
         """As the cluster does, with the job's log in the error: that it has not done this."""
         try:
-            self.cluster.wait_until(condition, seconds)
+            self.cluster.wait_until(condition)
         except AssertionError:
             raise AssertionError(f"job {self.number}, {self.fields()}, has not {what}:\n{self.log}") from None
 

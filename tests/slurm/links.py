@@ -1,10 +1,12 @@
 """Nodes in separate network namespaces, each with a link to a switch that can be cut. Needs root."""
 
 import os
+import random
 import shutil
 import signal
 import socket
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -41,7 +43,8 @@ class Links:
         for name in self._names.values():
             listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False).stdout
             for pid in map(int, listed.split()):
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL, check=False)
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
         subprocess.run(["ip", "link", "delete", self._switch], stderr=subprocess.DEVNULL, check=False)
@@ -63,11 +66,11 @@ def ip(*arguments: str) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that no process listens on."""
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+    """Return ports that no process listens on: neither of those that the system chooses from nor of jobs' ports."""
+    ports: set[int] = set()
+    while len(ports) < count:
+        port = random.SystemRandom().randrange(26_000, 32_000)
+        with suppress(OSError), socket.socket() as one:
+            one.bind(("", port))
+            ports.add(port)
+    return list(ports)

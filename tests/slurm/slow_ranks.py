@@ -5,6 +5,7 @@ collectives, so that the other ranks can be a whole step ahead. Other variables 
 
     SAVE_SECONDS   additional time to save a checkpoint
     CRASH_AFTER    SLOW_RANK fails in the step after this one
+    HOLD           where it waits: see tests/integration/changed_program.py
 """
 
 import sys
@@ -49,6 +50,7 @@ if __name__ == "__main__":
         graceful_stop.MARGIN_SECONDS = 2  # ranks on CPUs would wait half a minute longer
         from model.training_module import TranslationModule
         from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
+        from tests.integration import changed_program
 
         for owner, name, moment in (
             (TranslationModule, "training_step", "training"),
@@ -56,4 +58,6 @@ if __name__ == "__main__":
             (AtomicCheckpointIO, "save_checkpoint", "save"),
         ):
             setattr(owner, name, then_sleep(getattr(owner, name), moment))
+        if "HOLD" in os.environ:
+            changed_program.hold()
     sys.exit(main())

@@ -18,7 +18,7 @@ from tests.conftest import tiny_recipe
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import NO_GPUS, train
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.slow
 
 
 @dataclass
@@ -92,9 +92,9 @@ def said(whole_cluster: Cluster, tiny_corpus: Path, tmp_path_factory: pytest.Tem
     subprocess.run(["bindfs", folder, mounted], check=True)
     try:
         job = whole_cluster.submit("--nodes=2", *NO_GPUS, script)
-        assert job.wait(1500) == "COMPLETED", job.log
+        assert job.wait() == "COMPLETED", job.log
     finally:
-        subprocess.run(["umount", mounted], check=True)
+        subprocess.run(["umount", "--lazy", mounted], check=True)
     parts = re.split(r"\n=== (.*)\n", job.log)
     by_step = dict(zip(parts[1::2], parts[2::2], strict=True))
     return {"nothing": by_step[names[nothing.made]]} | {

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.checkpointing.run_folder import step_path
 from tests.conftest import ROOT
-from tests.integration.runs import checkpoints, step_of
+from tests.integration.runs import TRAINING, checkpoints, held, step_of
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import SLOWLY, resumed_from, train, wait_until_saved
 
@@ -29,32 +30,33 @@ def lost_node(cluster: Cluster, node: str) -> Iterator[None]:
 
 def test_a_dead_rank_a_hung_rank(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
     """The same job goes on, on the same nodes; test_preemption.py compares with a run that was never interrupted."""
-    run = tmp_path / "run"
+    run, killed, hung = tmp_path / "run", tmp_path / "killed", tmp_path / "hung"
     options = ["--run.checkpoint_every_steps", 2, "--run.keep_last", 1000]
-    options += ["--trainer.max_steps", 100, "--run.timeout_seconds", 6]
-    job = train(cluster, recipe_file, run, *options, environment=SLOWLY)
+    options += ["--trainer.max_steps", 20, "--run.timeout_seconds", 40]
+    hold = f"{TRAINING} 6 {killed};{TRAINING} 8 {hung}"
+    job = train(cluster, recipe_file, run, *options, environment={**SLOWLY, "HOLD": hold})
 
-    wait_until_saved(job, run, step=4)
+    wait_until_saved(job, run, step=6)
     [rank] = cluster.tasks(job.number, rank=1)
     os.kill(rank, signal.SIGKILL)
     job.wait_for("starting again on 2 of 2 nodes: 127.0.0.11 127.0.0.12", times=1)
-    killed_at = step_of(checkpoints(run)[-1])
+    killed.touch()
     assert "rank 1 on 127.0.0.12 has died or hangs; rank 0 on 127.0.0.11 waited for it" in job.log, job.log
     assert "127.0.0.12: task 1: Killed" in job.log, job.log
 
-    wait_until_saved(job, run, step=killed_at + 4)
+    wait_until_saved(job, run, step=6 + 8)
     # Rank 0 holds the store of the others, which does not respond either.
     [rank] = cluster.tasks(job.number, rank=0)
     os.kill(rank, signal.SIGSTOP)
+    hung.touch()
     job.wait_for("starting again on 2 of 2 nodes", times=2)
-    hung_at = step_of(checkpoints(run)[-1])
     assert "rank 0 on 127.0.0.11 has died or hangs; rank 1 on 127.0.0.12 waited for it" in job.log, job.log
 
     assert job.wait() == "COMPLETED", job.log
-    assert resumed_from(job) == [killed_at, hung_at]
+    assert resumed_from(job) == [6, 6 + 8]
     assert job.restarts == 0
     assert not list(ROOT.glob(f".*-{job.number}"))
-    assert step_of(checkpoints(run)[-1]) == 100
+    assert step_of(checkpoints(run)[-1]) == 20
 
 
 def test_a_lost_node(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
@@ -62,39 +64,42 @@ def test_a_lost_node(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> Non
 
     tests/integration/test_elastic.py compares a run whose number of ranks changes with one that never stops.
     """
-    run = tmp_path / "run"
-    options = ["--run.checkpoint_every_steps", 2, "--run.keep_last", 1000, "--trainer.max_steps", 60]
-    job = train(
-        cluster, recipe_file, run, *options, nodes=3, environment={**SLOWLY, "MIN_NODES": "2"}, sbatch=["--gpus=3"]
-    )
-    wait_until_saved(job, run, step=4)
+    run, lost = tmp_path / "run", tmp_path / "lost"
+    options = ["--run.checkpoint_every_steps", 2, "--run.keep_last", 1000, "--trainer.max_steps", 20]
+    environment = {**SLOWLY, "MIN_NODES": "2", **held(6, until=lost)}
+    job = train(cluster, recipe_file, run, *options, nodes=3, environment=environment, sbatch=["--gpus=3"])
+    wait_until_saved(job, run, step=6)
     with lost_node(cluster, "127.0.0.12"):
+        lost.touch()
         job.wait_for("starting again on 2 of 3 nodes: 127.0.0.11 127.0.0.13")
         assert job.wait() == "COMPLETED", job.log
     assert job.restarts == 0
-    assert len(resumed_from(job)) == 1
+    assert resumed_from(job) == [6]
     assert "rank 1 on 127.0.0.12 has died or hangs" in job.log, job.log
-    assert step_of(checkpoints(run)[-1]) == 60
+    assert step_of(checkpoints(run)[-1]) == 20
 
 
 def test_the_first_node_is_lost(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
     """With it the job's script is gone: other nodes have the job requeued once SLURM has given the first one up."""
-    run = tmp_path / "run"
-    options = ["--run.checkpoint_every_steps", 2, "--run.keep_last", 1000, "--trainer.max_steps", 60]
-    job = train(cluster, recipe_file, run, *options, nodes=3, environment={**SLOWLY, "MIN_NODES": "2"})
-    wait_until_saved(job, run, step=4)
+    run, lost = tmp_path / "run", tmp_path / "lost"
+    options = ["--run.checkpoint_every_steps", 2, "--run.keep_last", 1000, "--trainer.max_steps", 20]
+    environment = {**SLOWLY, "MIN_NODES": "2", **held(6, until=lost)}
+    job = train(cluster, recipe_file, run, *options, nodes=3, environment=environment)
+    wait_until_saved(job, run, step=6)
     with lost_node(cluster, "127.0.0.11"):
+        lost.touch()
         job.wait_for("the first node 127.0.0.11 is lost; requeueing")
         assert job.wait() == "COMPLETED", job.log
     assert job.restarts == 1
     assert job.hosts() == ["127.0.0.12", "127.0.0.13", "127.0.0.14"]
-    assert len(resumed_from(job)) == 1
-    assert step_of(checkpoints(run)[-1]) == 60
+    assert resumed_from(job) == [6]
+    assert step_of(checkpoints(run)[-1]) == 20
 
 
 def test_a_crash_that_repeats_ends_the_job(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    job = train(cluster, recipe_file, run, environment={**SLOWLY, "CRASH_AFTER": "6"})
+    environment = {**SLOWLY, "CRASH_AFTER": "6", **held(6, until=step_path(run, 4))}
+    job = train(cluster, recipe_file, run, environment=environment)
     assert job.wait() == "FAILED", job.log
     assert job.restarts == 0
     # Once from the beginning, then three times from the checkpoint of step 4.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpointing.run_folder import STARTS, SUMMARY
-from tests.integration.runs import assert_same_state, checkpoints, scalars
+from tests.integration.runs import assert_same_state, checkpoints, held, scalars
 from tests.slurm.cluster import Cluster, Job
 from tests.slurm.jobs import SLOWLY, resumed_from, saved_after, train
 
@@ -25,9 +25,9 @@ MOMENTS = [
 
 def signal_at(job: Job, moment: str, start: int, pause: float, names: list[str]) -> None:
     """Send signals to all ranks, `pause` seconds after a moment first appears in the log of the given start."""
-    job.cluster.wait_until(lambda: job.log.count("MOMENT start") >= 2 * start, 200)
+    job.cluster.wait_until(lambda: job.log.count("MOMENT start") >= 2 * start)
     begin = [index for index in range(len(job.log)) if job.log.startswith("MOMENT start", index)][2 * start - 2]
-    job.cluster.wait_until(lambda: f"MOMENT {moment}" in job.log[begin:], 200)
+    job.cluster.wait_until(lambda: f"MOMENT {moment}" in job.log[begin:])
     time.sleep(pause)
     for name in names:
         job.signal(name)
@@ -37,13 +37,15 @@ def test_signals_at_any_moment(cluster: Cluster, recipe_file: Path, tmp_path: Pa
     """One rank is 100 ms late in every step. Each start of the job is signalled at another moment."""
     options = ["--network.dropout", 0.3, "--trainer.val_check_interval", 5, "--run.keep_last", 100]
     options += ["--run.checkpoint_every_steps", 7, "--run.log_every_steps", 1, "--batches.workers", 1]
-    options += ["--trainer.max_steps", 40]
-    chance = random.Random(os.getpid())
-    job = train(cluster, recipe_file, tmp_path / "run", *options, environment=SLOWLY)
+    options += ["--trainer.max_steps", 70]
+    chance, signalled = random.Random(os.getpid()), tmp_path / "signalled"
+    environment = {**SLOWLY, **held(14, until=signalled)}  # A start has each moment before.
+    job = train(cluster, recipe_file, tmp_path / "run", *options, environment=environment)
     for start, (moment, names) in enumerate(MOMENTS, 1):
         pause = chance.uniform(0, 1.5) if moment == "training" else chance.uniform(0, 0.1)
         signal_at(job, moment, start, pause, names)
         job.wait_for("; requeued", times=start)
+    signalled.touch()
     assert job.wait() == "COMPLETED", job.log
     assert job.restarts == len(MOMENTS), job.log
     # It resumes exactly where it was stopped; stopped during start-up, from where that start would have resumed.
@@ -59,11 +61,12 @@ def test_signals_at_any_moment(cluster: Cluster, recipe_file: Path, tmp_path: Pa
 
 
 def test_a_more_urgent_job(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
-    options = ["--trainer.max_steps", 60, "--run.checkpoint_every_steps", 1000]
-    job = train(cluster, recipe_file, tmp_path / "run", *options, environment=SLOWLY)
+    options, ended = ["--trainer.max_steps", 20, "--run.checkpoint_every_steps", 1000], tmp_path / "ended"
+    job = train(cluster, recipe_file, tmp_path / "run", *options, environment={**SLOWLY, **held(6, until=ended)})
     job.wait_for("MOMENT training")
     urgent = cluster.submit("--partition=urgent", "--nodes=3", "--exclusive", "--wrap", "true")
     assert urgent.wait() == "COMPLETED"
+    ended.touch()
     assert job.wait() == "COMPLETED", job.log
     assert job.restarts == 1
     [step] = saved_after(job)
@@ -73,7 +76,8 @@ def test_a_more_urgent_job(cluster: Cluster, recipe_file: Path, tmp_path: Path) 
     assert first["job"] == second["job"] == str(job.number)
     # Goodput counts from the submission, including the wait for nodes and the start of processes.
     summary = json.loads((tmp_path / "run" / SUMMARY).read_text())
-    assert first["submitted"] < first["began"] - 1
+    assert first["submitted"] % 1 == 0  # by SLURM's clock
+    assert first["submitted"] < first["began"]
     assert summary["seconds_since_submission"] > second["began"] - first["submitted"]
     assert 0 < summary["goodput"] < 1
 
@@ -83,16 +87,15 @@ def test_cancelled_by_its_owner(cluster: Cluster, recipe_file: Path, tmp_path: P
 
     Submitted again it resumes.
     """
-    options = ["--trainer.max_steps", 40, "--run.checkpoint_every_steps", 1000]
-    environment = {**SLOWLY, "SAVE_SECONDS": "4"}
+    options = ["--trainer.max_steps", 20, "--run.checkpoint_every_steps", 1000]
+    environment = {**SLOWLY, "SAVE_SECONDS": "4", **held(6)}
     job = train(cluster, recipe_file, tmp_path / "run", *options, environment=environment)
     job.wait_for("MOMENT training", times=3)
     cluster.run("scancel", job.number)
     job.wait_for("MOMENT save")
-    time.sleep(2)
-    cluster.run("scancel", job.number)
+    cluster.run("scancel", job.number, check=False)
     assert job.wait() == "CANCELLED"
-    cluster.wait_until(cluster.is_idle, 200)
+    cluster.wait_until(cluster.is_idle)
     [step] = saved_after(job)
     again = train(cluster, recipe_file, tmp_path / "run", *options)
     assert again.wait() == "COMPLETED", again.log

@@ -15,7 +15,9 @@ import yaml
 from pipeline.inference.shards import MANIFEST
 from pipeline.inference.text_io import CHUNK
 from tests.conftest import ROOT, pipeline, sentences, tiny_recipe, write_text
-from tests.integration.test_synthesize_kills import results
+from tests.fork_server import ForkServer
+from tests.integration.runs import TRAINING, held
+from tests.integration.test_synthesize_kills import SHARD_WRITTEN, results
 from tests.slurm.cluster import Cluster, Job
 from tests.slurm.jobs import NO_GPUS
 from tests.slurm.test_training import EXTENDED
@@ -89,22 +91,28 @@ def numbers(array: Job) -> list[str]:
 @pytest.mark.slow
 def test_tasks_that_share_a_text(cluster: Cluster, trained_run: Path, tmp_path: Path) -> None:
     """One is killed, one preempted and one signalled; together they write what one process writes."""
-    (tmp_path / "text").write_text("".join(f"{line}\n" for line in sentences(16 * CHUNK, seed=8)))
+    (tmp_path / "text").write_text("".join(f"{line}\n" for line in sentences(6 * CHUNK, seed=8)))
     arguments = [trained_run, "--source", tmp_path / "text", "--beam", 4]
     output, shards = tmp_path / "output", tmp_path / "output.shards"
     script = ["--nodes=1", *ANY_NODE.split(), "slurm/translate.sbatch"]
     shared = [*arguments, "--output", output, "--shard-lines", CHUNK]
-    array = cluster.submit("--array=3-5", *script, *shared)
-    cluster.wait_until(lambda: len(numbers(array)) == 3 and any(shards.glob("*[0-9]")), 200)
+    # Each task waits after its first shard.
+    go = tmp_path / "go"
+    changed = {"PROGRAM": "-m tests.integration.changed_program", **held(CHUNK, SHARD_WRITTEN, go)}
+    array = cluster.submit("--array=3-5", *script, *shared, **changed)
+    cluster.wait_until(lambda: len(numbers(array)) == 3 == len(list(shards.glob("*[0-9]"))))
     # The last task of an array has the array's job id, which stands for all tasks.
     preempted, killed, signalled = (Job(cluster, number) for number in sorted(numbers(array)))
     cluster.run("scontrol", "requeue", f"{array.number}_5")
     os.kill(cluster.tasks(killed.number)[0], signal.SIGKILL)
     signalled.signal("USR1")
     for job in (preempted, killed, signalled):
+        job.wait_until_restarted()
+    go.touch()
+    for job in (preempted, killed, signalled):
         assert job.wait() == "COMPLETED", job.log
         assert job.restarts == 1, job.log
-        assert f"{output}: has the translations of all {16 * CHUNK:,} lines" in job.log
+        assert f"{output}: has the translations of all {6 * CHUNK:,} lines" in job.log
     assert [entry.name for entry in shards.iterdir()] == [MANIFEST]
     assert output.read_bytes() == pipeline("translate", *arguments).stdout
     other = cluster.submit("--array=0", *script, *shared, "--length-penalty", 0)
@@ -128,6 +136,11 @@ def test_the_stages_of_synthesize(cluster: Cluster, trained_run: Path, tmp_path:
         "TRAIN_OPTIONS": f"--nodes=1 {' '.join(NO_GPUS)}",
         "TRANSLATE_OPTIONS": "--array=0-1",
     }
+    # A fit, a translation and the scoring wait until they have been disturbed.
+    places = {tmp_path / "fit": f"{TRAINING} 50", tmp_path / "translated": f"{SHARD_WRITTEN} 100"}
+    places[tmp_path / "scored"] = "pipeline.inference.scoring.score_targets 0"
+    asked |= cluster.forks | ForkServer.shared().for_children | {"PROGRAM": "-m tests.integration.changed_program"}
+    asked |= {"CHANGE": "hold", "HOLD": ";".join(f"{what} {path}" for path, what in places.items())}
     command = ["back-translation", recipe, tmp_path / "mono", *options]
     done = cluster.run("slurm/synthesize.sh", *command, check=False, **asked)
     assert done.returncode == 0, done.stderr
@@ -135,13 +148,19 @@ def test_the_stages_of_synthesize(cluster: Cluster, trained_run: Path, tmp_path:
     assert list(jobs)[3:5] == ["translate-round1.source", "score-round1"]
     jobs["fit-forward"].wait_for("training:")
     cluster.run("scontrol", "requeue", jobs["fit-forward"].number)
+    jobs["fit-forward"].wait_until_restarted()
+    (tmp_path / "fit").touch()
     array = jobs["translate-round1.source"]
-    cluster.wait_until(lambda: len(numbers(array)) == 2 and cluster.tasks(array.number), 300)
+    cluster.wait_until(lambda: len(numbers(array)) == 2 and cluster.tasks(array.number))
     with suppress(ProcessLookupError):  # A stage ends with the process that has started it.
         for task in cluster.tasks(array.number):
             os.kill(task, signal.SIGKILL)
-    cluster.wait_until(lambda: cluster.tasks(jobs["score-round1"].number), 300)
+    array.wait_until_restarted()
+    (tmp_path / "translated").touch()
+    cluster.wait_until(lambda: cluster.tasks(jobs["score-round1"].number))
     jobs["score-round1"].signal("USR1")
+    jobs["score-round1"].wait_until_restarted()
+    (tmp_path / "scored").touch()
     for name, job in jobs.items():
         assert job.wait() == "COMPLETED", f"{name}: {job.log}"
     assert [jobs[name].restarts for name in ("fit-forward", "translate-round1.source", "score-round1")] == [1, 1, 1]
