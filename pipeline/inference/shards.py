@@ -11,7 +11,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby, islice
@@ -23,7 +22,7 @@ from data_module.system.files import FileLock, PlainValues, atomic_file, read_js
 from data_module.system.outputs import followed
 from data_module.system.text_files import num_lines, open_file
 from pipeline.inference.text_io import CHUNK, sentences
-from pipeline.runtime.console import print_above_bars
+from pipeline.runtime.console import report
 from pipeline.runtime.launch import clear_failure_count
 
 MANIFEST = "manifest.json"
@@ -144,8 +143,7 @@ class Shards:
         """Print one line about all shards, unless another process of the same command does so."""
         if self._number == 0:
             name = "" if self._task.is_private else f"{self._output}: "
-            with suppress(OSError):  # Standard error may be on a full disk, where translations are not.
-                print_above_bars(f"{name}{message}")
+            report(f"{name}{message}")
 
     def write(self, number: int, text: str) -> None:
         """Add the translations of a line, each with a line feed; after the last line of a shard, write the shard."""

@@ -12,7 +12,7 @@ from data_module.system.text_files import BYTE_ORDER_MARK, LineWarning, StrayMar
 from data_module.tokenization.text_form import ENOUGH, Difference
 from data_module.tokenization.tokenizer import SPACE_MARK, is_blank
 from pipeline.inference.options import Prefixes
-from pipeline.runtime.console import print_above_bars
+from pipeline.runtime.console import report
 
 CHUNK = 2048
 """Number of lines translated together: enough to sort them by length, few enough to keep memory flat."""
@@ -80,7 +80,7 @@ class SentenceWarnings:
     def print(self) -> None:
         """Print the warnings on standard error."""
         for text in self.texts():
-            print_above_bars(text)
+            report(text)
 
 
 def count_lines(path: Path) -> int | None:
@@ -128,7 +128,7 @@ def sentences(stream: Iterable[bytes], name: str = "", first: int = 1, *, warn: 
             yield line.decode(errors="replace")
     for text in [invalid.text(), *marks.texts()] if warn else []:
         if text:
-            print_above_bars(text)
+            report(text)
 
 
 def target_prefixes(text: str | None, path: Path | None, first: int) -> Iterator[str]:

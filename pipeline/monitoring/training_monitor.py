@@ -27,7 +27,7 @@ from pipeline.metrics.metrics import title_and_score
 from pipeline.monitoring.performance import Stragglers, matmul_rate, slowest_rank
 from pipeline.monitoring.validation_metrics import quality
 from pipeline.ranks.rank_messages import plain, value_of_each_rank
-from pipeline.runtime.console import print_above_bars, say
+from pipeline.runtime.console import report, say
 from pipeline.runtime.launch import node_name
 from pipeline.runtime.memory import can_measure_peak, private_memory
 from pipeline.runtime.step_clock import OWN, StepClock
@@ -155,7 +155,7 @@ class TrainingMonitor(Callback):
         (_, first), (node, own) = ranks[0], ranks[trainer.global_rank]
         if different := [f"{part} {one}, not {first[part]}" for part, one in own.items() if one != first[part]]:
             reasons = f" ({'; '.join(self._backend.notes)})" if self._backend.notes else ""
-            print_above_bars(
+            report(
                 f"another backend than rank 0's on rank {trainer.global_rank} on {node}: {'; '.join(different)}"
                 f"{reasons}; results agree up to rounding, and all ranks wait for the slowest one"
             )

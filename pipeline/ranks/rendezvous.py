@@ -34,7 +34,7 @@ from pipeline.ranks.rank_messages import (
     verified,
 )
 from pipeline.runtime import signals
-from pipeline.runtime.console import RendezvousError, UnusableAddressError, print_above_bars
+from pipeline.runtime.console import RendezvousError, UnusableAddressError, report
 from pipeline.runtime.launch import LOOPBACK, JobStep, local_rank, main_address, main_ports, node_name, step_nodes
 
 NOTICE_SECONDS = 30.0
@@ -257,7 +257,7 @@ class Rendezvous:
             )
         if self._waited > NOTICE_SECONDS and not self._noticed and (local_rank() == 0 or self.note):
             who = f"rank {self.rank} on {node_name()}"
-            print_above_bars(f"{who} waits for {self._main} ({reason}){self.note}")
+            report(f"{who} waits for {self._main} ({reason}){self.note}")
             self._noticed = True
         # Another run's rank 0 has to answer each attempt, and each port may take a query to name servers.
         time.sleep(_POLL_STRANGERS_SECONDS if strange else _POLL_SECONDS * len(self.ports))
@@ -299,7 +299,7 @@ class Rendezvous:
                 advice = f"see their messages{self.note}, or check their nodes and firewalls between nodes"
                 _end(store, f"{problem}; {advice}", False)
             elif missing:
-                print_above_bars(f"rank 0 waits for {who} to connect to {self._where}{self.note}")
+                report(f"rank 0 waits for {who} to connect to {self._where}{self.note}")
                 self._noticed = True
 
 

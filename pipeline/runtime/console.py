@@ -1,7 +1,6 @@
 """The program's output: messages on standard error, mistakes in one line, warnings to hide, and UTF-8 streams."""
 
 import codecs
-import errno
 import locale
 import logging
 import os
@@ -29,7 +28,6 @@ _LIGHTNING_LOGGERS = (
 )
 
 _UTF8_MODE = "PYTHONUTF8"
-_STANDARD_ERROR = 2
 
 
 def quiet_lightning() -> None:
@@ -67,23 +65,28 @@ class ReaderGone(Exception):
 
 
 class _Stream(FileIO):
-    """A standard stream. If the program that reads it has ended, or its terminal is closed, what is written is dropped.
+    """A standard stream. If the program that reads it has ended, what is written is dropped.
 
-    Libraries write progress bars, warnings and log lines too, and none of these may end the command's work.
+    Libraries write progress bars, warnings and log lines too. None of these may end the command's work, nor change its
+    exit code when Python flushes the stream, so standard error drops whatever cannot be written: on a full disk, or
+    when its terminal is closed.
     """
 
-    is_product = False
-    """Whether the command only prints: then ReaderGone is raised."""
+    is_product, is_error = False, False
+    """Whether the command only prints, so that ReaderGone is raised; and whether this is standard error."""
 
     def write(self, data: Any, /) -> int:
         """Write to the stream, or drop the data."""
         try:
             return super().write(data)
         except OSError as error:
-            is_closed_terminal = error.errno == errno.EIO and self.fileno() == _STANDARD_ERROR
-            if not isinstance(error, ConnectionError) and not is_closed_terminal:
+            if self.is_error:
+                return len(data)
+            if not isinstance(error, ConnectionError):
                 raise
-        discard_output(self.fileno())
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self.fileno())
+        os.close(null)
         if self.is_product:
             raise ReaderGone
         return super().write(data)
@@ -98,29 +101,33 @@ def drop_unread_output(is_product: bool = False) -> None:
         before = getattr(sys, name)
         if isinstance(before, TextIOWrapper):  # A notebook has streams of another kind.
             stream = _Stream(before.fileno(), "w", closefd=False)
-            stream.is_product = is_product and name == "stdout"
+            stream.is_product, stream.is_error = is_product and name == "stdout", name == "stderr"
             # Python run with -u does not buffer either.
             buffer = stream if isinstance(before.buffer, FileIO) else BufferedWriter(stream)
             how = before.encoding, before.errors, None, before.line_buffering, before.write_through
             setattr(sys, name, TextIOWrapper(buffer, *how))
 
 
-def discard_output(descriptor: int) -> None:
-    """Discard what is written to a descriptor, and what streams have buffered for it."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, descriptor)
-    os.close(null)
-
-
 def report(line: object) -> None:
-    """Print one line on standard error, which may be a closed terminal or a file on a full disk.
+    """Print one line on standard error, in a terminal above the progress bars.
 
-    Every message goes through this function, `say` or `print_above_bars`: names of files may hold control characters.
+    Every message goes through this function: names of files may hold control characters, and standard error may be a
+    file on a full disk.
     """
-    try:
-        print(printable(str(line)), file=sys.stderr, flush=True)
-    except OSError:  # The exit code still says how the command ended.
-        discard_output(sys.stderr.fileno())
+    message = printable(str(line))
+    with suppress(OSError):
+        if sys.stderr.isatty() and "tqdm" in sys.modules:
+            from tqdm import tqdm  # This module is imported before missing packages are reported.
+
+            tqdm.write(message, file=sys.stderr)
+        else:  # tqdm would print every bar again, even one that has not begun.
+            print(message, file=sys.stderr, flush=True)
+
+
+def say(message: str) -> None:
+    """Report one line, on rank 0 only."""
+    if process_rank() == 0:
+        report(message)
 
 
 class MessageFormatter(logging.Formatter):
@@ -129,26 +136,6 @@ class MessageFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Return the message without control characters."""
         return printable(super().formatMessage(record))
-
-
-def say(message: str) -> None:
-    """Print one line on standard error, above a progress bar if there is one; on rank 0 only."""
-    if process_rank() > 0:
-        return
-    # Standard error may be a file on a full disk; training must not end because of that.
-    with suppress(OSError):
-        print_above_bars(message)
-
-
-def print_above_bars(message: str) -> None:
-    """Print one line on standard error, in a terminal above the progress bars."""
-    message = printable(message)
-    if sys.stderr.isatty():
-        from tqdm import tqdm  # This module is imported before missing packages are reported.
-
-        tqdm.write(message, file=sys.stderr)
-    else:  # tqdm would print every bar again, even one that has not begun.
-        print(message, file=sys.stderr, flush=True)
 
 
 class Failure(Exception):

@@ -26,7 +26,7 @@ from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO, checkpoint_
 from pipeline.ranks.rank_messages import plain, post, read, silent_ranks, value_of_each_rank
 from pipeline.ranks.rendezvous import GROUP_ERRORS, not_connected
 from pipeline.runtime import signals
-from pipeline.runtime.console import RendezvousError, print_above_bars
+from pipeline.runtime.console import RendezvousError, report
 from pipeline.runtime.launch import node_name
 from pipeline.runtime.lightning_private import run_validation
 from pipeline.runtime.signals import Stopped
@@ -153,18 +153,18 @@ class FailureReport:
         reports = self._collect()
         if reports is None:
             return f"{self._names[0]} has died or hangs; {here} waited for it"
-        for rank, report in reports.items():
-            kind, _, message = report.partition("|")
+        for rank, given in reports.items():
+            kind, _, message = given.partition("|")
             if kind == "failed":
                 return f"{self._names[rank]} failed: {message}"
         silent = [name for rank, name in enumerate(self._names) if rank not in reports]
         missing = f"{', '.join(silent)} has died or hangs" if silent else _NOBODY
         return f"{missing}; {here} waited for it"
 
-    def _post(self, report: str) -> None:
+    def _post(self, message: str) -> None:
         self._store.set_timeout(timedelta(seconds=ANSWER_SECONDS))
         with suppress(RuntimeError, dist.DistError):  # Rank 0, which hosts the store, may have died.
-            post(self._store, self._keys[self._rank], report)
+            post(self._store, self._keys[self._rank], message)
 
     def _collect(self) -> dict[int, str] | None:
         """Return every rank's report so far; None if the store, and with it rank 0, does not answer."""
@@ -177,7 +177,7 @@ class FailureReport:
                     silent = silent_ranks(self._store, self._keys)
                     heard = [rank for rank in range(len(self._keys)) if rank not in silent]
                     reports = {rank: str(read(self._store, self._keys[rank])) for rank in heard}
-                    failed = any(report.startswith("failed") for report in reports.values())
+                    failed = any(given.startswith("failed") for given in reports.values())
                     if failed or not silent or time.monotonic() > deadline:
                         answers.append(reports)
                         return
@@ -227,10 +227,10 @@ class GracefulStop(Callback):
         # The second call reads the reduction that the first one has started, with the current flags of all ranks.
         if self._consensus.should_stop() or self._consensus.should_stop():
             raise Stopped("asked to stop during start-up; nothing was lost, run the same command to resume")
-        if (report := self._failure_report) is not None:
-            report.check_same_step(trainer.global_step)
+        if (failures := self._failure_report) is not None:
+            failures.check_same_step(trainer.global_step)
             self._last_look = time.monotonic()
-            threading.Thread(target=self._end_if_stuck, args=(trainer, report), daemon=True).start()
+            threading.Thread(target=self._end_if_stuck, args=(trainer, failures), daemon=True).start()
         self._started = time.monotonic()
         if self._validation_pending:
             run_validation(trainer)
@@ -267,7 +267,7 @@ class GracefulStop(Callback):
         """Stop watching the other ranks: after the last save, each rank may end."""
         self._has_ended.set()
 
-    def _end_if_stuck(self, trainer: Trainer, report: FailureReport) -> None:
+    def _end_if_stuck(self, trainer: Trainer, failures: FailureReport) -> None:
         """End this process if another rank has failed and the main thread does not notice.
 
         With NCCL, gradients are reduced on the GPU. If another rank dies or hangs, the reduction does not end, and the
@@ -280,9 +280,8 @@ class GracefulStop(Callback):
             # The main thread usually fails as well, and then reports and ends by itself.
             if self._ends_within(MARGIN_SECONDS):
                 return
-            message = report.describe(error, self._suspended_seconds())
-            with suppress(OSError):  # Standard error may be closed.
-                print_above_bars(f"[rank{dist.get_rank()}]: step {trainer.global_step}: {message}")
+            message = failures.describe(error, self._suspended_seconds())
+            report(f"[rank{dist.get_rank()}]: step {trainer.global_step}: {message}")
             if self._has_ended.wait(MARGIN_SECONDS):  # PyTorch writes NCCL's flight recorder meanwhile
                 return
             if trainer.strategy.launcher is not None:

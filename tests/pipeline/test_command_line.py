@@ -145,6 +145,15 @@ def test_a_command_finishes_its_work_though_nobody_reads_its_output(
         sys.stdout.flush()  # as Python does at the end
 
 
+def test_a_command_finishes_its_work_though_its_messages_find_no_room(
+    trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Path("/dev/full").open("w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert as_typed(monkeypatch, "average", trained_run, "--last", 2, "--output", tmp_path / "average.ckpt") == 0
+        print("more", file=sys.stderr, flush=True)  # as Python flushes at the end
+
+
 @pytest.mark.parametrize("buffering", [1, -1])
 def test_a_filter_ends_when_nobody_reads_its_output(
     trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffering: int
