@@ -15,11 +15,9 @@ if sys.argv[1:2] == ["fit"]:
 import argparse
 import importlib
 import logging
-import threading
 from typing import Any, NoReturn
 
 from data_module.errors import PROGRAM, InputError
-from data_module.system.files import disk_full_error
 from pipeline.metrics.private import leave_out_pyplot
 from pipeline.runtime.console import (
     Failure,
@@ -130,7 +128,6 @@ def main(arguments: list[str] | None = None) -> int:
     handler.setFormatter(MessageFormatter("%(message)s"))
     logging.basicConfig(handlers=[handler])
     logging.getLogger("data_module").setLevel(logging.INFO)
-    threading.excepthook = _report_thread_error
     known = None
     if arguments[0] not in ("fit", "doctor"):
         forget_place()
@@ -162,12 +159,6 @@ def main(arguments: list[str] | None = None) -> int:
         report(f"error: {line}")
         report_mistake_to_script()
         return 2
-
-
-def _report_thread_error(args: threading.ExceptHookArgs) -> None:
-    """Do not report a full disk in a background thread: the code that uses the thread's result reports it."""
-    if args.exc_value is None or not disk_full_error(args.exc_value):
-        threading.__excepthook__(args)
 
 
 if __name__ == "__main__":

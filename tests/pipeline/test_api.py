@@ -345,7 +345,6 @@ def process_state() -> dict[str, object]:
         "levels": [logging.getLogger(name).level for name in names],
         "random": torch.get_rng_state().tolist(),
         "precision": torch.get_float32_matmul_precision(),
-        "hook": threading.excepthook,
     }
 
 
