@@ -81,8 +81,10 @@ class ResumableEarlyStopping(EarlyStopping):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the run if no patience is left; it may have been kept from ending by `trainer.min_steps` and improved."""
+        out_of_patience = self.wait_count >= self.patience
         super().on_validation_end(trainer, pl_module)
-        trainer.should_stop = self.wait_count >= self.patience  # Lightning never takes it back.
+        if out_of_patience and self.wait_count < self.patience:
+            trainer.should_stop = False  # Lightning never takes it back.
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the note on rank 0. By now the last checkpoint is written."""
