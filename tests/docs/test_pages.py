@@ -5,6 +5,7 @@ import copy
 import io
 import re
 import shutil
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -98,8 +99,8 @@ def test_python_runs(name: str, trained_run: Path, tmp_path: Path, monkeypatch: 
     shutil.copytree(trained_run, tmp_path / "runs" / "mine")
     monkeypatch.chdir(tmp_path)
     program = "\n".join(block.text for block in pages.blocks(PAGES[name]) if block.language == "python")
-    if "import Chem" in program:
-        pytest.importorskip("rdkit")
+    if "from rdkit import" in program:  # no dependency: the program's own parts are defined and registered without it
+        monkeypatch.setitem(sys.modules, "rdkit", mock.Mock(__version__="2026.9.1"))
     with mock.patch.dict(metrics.METRICS):
         exec(compile(program, name, "exec"), {"__name__": "page"})
 
