@@ -172,7 +172,7 @@ class CorpusSettings:
     max_length_ratio: float | None = None
     """Drop training pairs whose lengths in pieces differ by more than this factor."""
     drop_invalid_utf8: bool = False
-    """Drop pairs with invalid UTF-8. If false, invalid UTF-8 is an error that names the file and line."""
+    """Drop pairs with invalid UTF-8. If false, it is an error."""
     drop_duplicates: bool = False
     """Drop training pairs that occurred before."""
     drop_overlap: bool = False

@@ -39,9 +39,9 @@ class RunSettings:
     """Number of validation sentences to translate, evenly spread over the text; all of them if null. 0 needs `best_by`
     likelihood."""
     metrics: list[Literal["ter", "chrf2++"]] = field(default_factory=list)
-    """Further metrics of validation and `evaluate`, as sacreBLEU computes them."""
+    """Further metrics of validation and `evaluate`."""
     patience: int | None = None
-    """Stop after this many validations without a better score of `best_by`. If null, do not stop early."""
+    """Stop after this many validations without a better score of `best_by`. If null, never."""
     bleu_tokenizer: Literal["13a", "intl", "char", "zh", "ja-mecab", "ko-mecab"] | None = None
     """sacreBLEU's tokenizer. If null, that of `corpus.target_language`."""
     log_every_steps: int = 50
