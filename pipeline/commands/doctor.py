@@ -2,8 +2,8 @@
 
 The options are those of the `fit` that is checked; nothing is started or removed.
 
-Prints a line per check: `ok`, or `WRONG` with what is wrong and what to do. The exit code is 1 if a check failed, 69 if
-ranks of a job are missing or do not respond, which the next start may not repeat.
+Prints a line per check: `ok`, `note` with advice, or `WRONG` with what is wrong and what to do. The exit code is 1 if
+a check failed, 69 if ranks of a job are missing or do not respond, which the next start may not repeat.
 """
 
 import argparse
