@@ -96,5 +96,13 @@ def peak_during(work: Callable[[], None]) -> int:
     """Run `work`; return the peak of resident memory during it, in bytes."""
     _RESIDENT_PEAK_RESET.write_text("5", encoding="utf-8")
     work()
+    return resident_peak()
+
+
+def resident_peak() -> int:
+    """Return the peak of this process's resident memory so far, in bytes.
+
+    `ru_maxrss` is no such figure: it begins with the size of the process that has started this one.
+    """
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(status.split("VmHWM:")[1].split()[0]) << 10

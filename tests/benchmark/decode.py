@@ -6,7 +6,6 @@ and number of threads, in alternating rounds. It stops a search as --stop-rule f
 """
 
 import argparse
-import resource
 import statistics
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from pipeline.export.ctranslate2_model import require_ctranslate2, write_ctransl
 from pipeline.inference.loading import load_translator
 from pipeline.inference.options import SearchOptions, add_search_arguments
 from pipeline.inference.text_io import read_sentences
+from pipeline.runtime.memory import resident_peak
 
 BATCH_TOKENS = 4096
 """Upper bound on the padded source tokens of a batch, for both."""
@@ -53,7 +53,7 @@ class Round(NamedTuple):
     latencies: list[float]
     """Seconds of each sentence translated alone."""
     peak_memory_bytes: int
-    """Peak memory of the process so far."""
+    """Peak of the resident memory of the process so far."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -197,8 +197,7 @@ def measure(sentences: list[str], number: int, name: str) -> Round:
     seconds, (texts, num_tokens) = timed(sentences)
     latencies = [timed([sentence])[0] for sentence in spread(sentences, SINGLE_SENTENCES, number)]
     print(f"round {number + 1} of {ROUNDS}: {name} {seconds:.2f} s", file=sys.stderr)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Round(texts, num_tokens, seconds, latencies, peak)
+    return Round(texts, num_tokens, seconds, latencies, resident_peak())
 
 
 def figures_of(rounds: list[Round]) -> dict[str, float]:

@@ -39,6 +39,8 @@ def test_figures_beside_a_baseline(trained_run: Path, tiny_corpus: Path, tmp_pat
         assert one["sentences_per_second"] == pytest.approx(20 / one["seconds"], rel=1e-3)
         assert 0 < one["latency_median_seconds"] <= one["latency_p95_seconds"]
         assert one["peak_memory_bytes"] > 1e7
+    # Each process has its own, not that of the command, which has started both.
+    assert figures["peak_memory_bytes"] != figures["ctranslate2"]["peak_memory_bytes"]
     # Greedy translations are equal except for empty ones, which CTranslate2 forbids, and for endless repetition, where
     # rounding decides when to stop.
     num_comparable = sum(1 < translation.hypotheses[0].num_tokens < 60 for translation in found)
