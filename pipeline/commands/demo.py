@@ -106,7 +106,7 @@ def print_summary(stages: dict[str, StageResult], run_folder: Path, export: Path
     print(f"export       {export} (its README.md shows how to load it without this project)")
     print(f"             other formats: {program} export {run_folder} {export} --force")
     print("\nNext")
-    print(f"  a sentence   echo 'the red dog sees a small cat' | {program} translate {run_folder}")
+    print(f"  a sentence   echo 'The teacher sees a small dog.' | {program} translate {run_folder}")
     print(f"  your text    {program} recipe copy your_text mine.yaml; name your files in it; then")
     print(f"               {program} doctor mine.yaml; {program} fit mine.yaml")
 
