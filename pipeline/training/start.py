@@ -171,7 +171,8 @@ def finished_reason(recipe: Recipe, path: Path, step: int) -> str | None:
     """Return why a run at this step has nothing left to train, and what would change that; None if training goes on."""
     if step >= recipe.trainer["max_steps"]:
         if recipe.training.schedule in DECAY_TO_LAST_STEP:
-            return f"finished at step {step}, where training.schedule {recipe.training.schedule} ends"
+            schedule = recipe.training.schedule
+            return f"finished at step {step}, where training.schedule {schedule} ends; give another run.folder"
         return f"finished at step {step}; raise trainer.max_steps to continue"
     if (path / STOPPED_EARLY).exists():
         stop = read_json(path / STOPPED_EARLY) or {}

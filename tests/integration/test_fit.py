@@ -164,7 +164,7 @@ def test_when_a_run_has_finished(recipe_file: Path, tmp_path: Path) -> None:
     assert reason(10, "--run.patience", "2") is None  # trained on since then, with more patience
     assert "finished at step 12; raise trainer.max_steps" in (reason(12) or "")
     linear = ["--training.schedule", "linear", "--training.peak_learning_rate", "0.01"]
-    assert reason(12, *linear) == "finished at step 12, where training.schedule linear ends"
+    assert reason(12, *linear) == "finished at step 12, where training.schedule linear ends; give another run.folder"
 
 
 def test_resuming_from_the_newest_valid_checkpoint(recipe_file: Path, tmp_path: Path) -> None:
