@@ -28,7 +28,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     before = time.time()
     reports = runtestprotocol(item, log=False, nextitem=nextitem)
     logs = [path for path in Path(tempfile.gettempdir()).glob("slurm-*/logs/job-*") if path.stat().st_mtime > before]
-    if any(report.failed for report in reports) and any(NOT_STARTED in log.read_text() for log in logs):
+    if any(report.failed for report in reports) and any(NOT_STARTED in log.read_text(errors="replace") for log in logs):
         item._initrequest()
         reports = runtestprotocol(item, log=False, nextitem=nextitem)
         reports[0].sections.append(("run twice", NOT_STARTED))
